@@ -2,12 +2,15 @@
 whole prompt.
 
     python benchmarks/chunks.py MODEL TEXT_FILE [--questions 30] [--from 0] [--json FILE]
+    python benchmarks/chunks.py --told FILE.json... [--limit 0.2]
 
 Each question has five passages of the text in random order, each with a sentence that names a code, and asks for one of
 the codes. The full cache answers greedily; the first 16 tokens of its answer are scored with each repair, by the KL
 divergence of their predictions. `none`: all rows of a document are those that it has alone; `first N`: its first N rows
 are computed in place (EPIC has 16, MEPIC a block); `chosen 15 %`: those whose values in the second layer are farthest
-from what the whole prompt has (CacheBlend), one by one, so their time is not told. `rule`: see kvcli.
+from what the whole prompt has (CacheBlend), one by one, so their time is not told. `rule`: see kvcli; the divergences
+of its gate are told behind the table, which has all prompts as if it had let them pass. Times are processor time.
+`--told` puts together what several runs kept with `--json`.
 """
 
 from __future__ import annotations
@@ -106,20 +109,25 @@ def blend_chosen(engine: Engine, seq: Sequence, ids: list[int], full: Sequence, 
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("text")
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("text", nargs="?")
     parser.add_argument("--questions", type=int, default=30)
     parser.add_argument("--from", type=int, default=0, dest="start")
     parser.add_argument("--size", type=int, default=800, help="characters of a passage")
     parser.add_argument("--cache-type", default="f16")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--json")
+    parser.add_argument("--told", nargs="+", metavar="FILE.json")
+    parser.add_argument("--limit", type=float, default=chunks.LIMIT, help="of the gate, for what is told")
     options = parser.parse_args()
-    engine = Engine.open(Path(options.model), LoadOptions(options.model, options.threads),
+    if options.told:
+        told = [row for file in options.told for row in json.loads(Path(file).read_text())]
+        summary(sorted(told, key=lambda row: row["question"]), options.limit)
+        return
+    engine = Engine.open(Path(options.model), LoadOptions(options.model, options.threads, device="cpu"),
                          CacheOptions(4096, options.cache_type, options.cache_type))  # fmt: skip
     alone = engine if options.cache_type == "f16" else engine.beside(CacheOptions(4096, "f16", "f16"))
     text, tokenizer, rows = Path(options.text).read_text("utf-8"), engine.tokenizer, []
-    repairs = ["full", *(f"first {n}" if n else "none" for n in FIRST), "chosen", RULE]
     for number in range(options.start, options.questions):
         documents, asked = question(text, random.Random(f"question {number}"), options.size)
         ids = tokenizer.encode("".join(documents) + asked)
@@ -160,19 +168,29 @@ def main() -> None:
         )
         if options.json:
             Path(options.json).write_text(json.dumps(rows))
-    summary(rows, repairs)
+    summary(rows, options.limit)
 
 
-def summary(rows: list[dict[str, Any]], repairs: list[str]) -> None:
+def summary(rows: list[dict[str, Any]], limit: float) -> None:
     print("| repair | rows computed | time to first token | KLD mean | median | largest | same token |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for name in repairs:
+    for name in ("full", *(f"first {n}" if n else "none" for n in FIRST), "chosen", RULE):
         klds = [row[name]["kld"] for row in rows]
         ttft = "" if name == "chosen" else f"{statistics.median(row[name]['ttft_s'] for row in rows):.2f} s"
         share = 100 * statistics.mean(row[name]["computed"] / row["tokens"] for row in rows)
         same = 100 * statistics.mean(row[name].get("same", 1.0) for row in rows)
         figures = f"{statistics.mean(klds):.4f} | {statistics.median(klds):.4f} | {max(klds):.4f}"
         print(f"| {name} | {share:.0f} % | {ttft} | {figures} | {same:.0f} % |")
+    gates = [max(row[RULE]["gate"]) for row in rows if row[RULE]["gate"]]
+    above = [row[RULE]["kld"] for row in rows if row[RULE]["gate"] and max(row[RULE]["gate"]) > limit]
+    passed = [row[RULE]["kld"] for row in rows if row[RULE]["gate"] and max(row[RULE]["gate"]) <= limit]
+    print(f"\ngate of {len(gates)} prompts: median {statistics.median(gates):.3f}, largest {max(gates):.3f}")
+    for what, klds in ((f"above {limit:g}", above), ("passed", passed)):
+        mean = f", whose answers are off by {statistics.mean(klds):.3f} on average" if klds else ""
+        print(f"{what}: {len(klds)}{mean}")
+    if len(gates) > 2:
+        answers = [row[RULE]["kld"] for row in rows if row[RULE]["gate"]]
+        print(f"correlation with the answer's divergence: {statistics.correlation(gates, answers):.2f}")
 
 
 if __name__ == "__main__":

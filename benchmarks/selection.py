@@ -1,13 +1,16 @@
 """What reading fewer pages costs: KL divergence and perplexity of rules that choose them, and of sparse prefill.
 
     python benchmarks/selection.py pages TEXT_FILE [--tokens 2048] [--from 1024] [--shares 0.5,0.25,0.1] [--rules ...]
-    python benchmarks/selection.py prefill TEXT_FILE [--tokens 8192] [--sparse auto,25%]
+    python benchmarks/selection.py prefill TEXT_FILE [--tokens 8192] [--sparse auto,25%] [--device cuda]
+    python benchmarks/selection.py heads TEXT_FILE [--tokens 512] [--shares 0.5,0.25,0.1] [--questions 6]
 
 `pages`: every row from `--from` on reads the first page, its own, the one before and a share of all pages, chosen for
 it and for each key-value head: the recent ones, the best by bounds of their keys (Quest, arXiv 2406.10774) or by means
 of 16 of them, which is what `kv` does, and the best by the true sum of weights, which no rule can beat. `prefill`
 computes a text by `--prefill-sparse` from its second step on, and says which share of the pages before a step the rule
-read. Both compare with all pages read. `--model` chooses the model. Each prints a table, and one JSON line last.
+read. `heads`: rows that SnapKV keeps of a prompt, as many in each key-value head or, as Ada-KV has it (arXiv
+2407.11550), as many in each layer; behind passages and behind texts whose question comes later. All compare with all
+that there is. `--model` chooses the model. Each prints a table, and one JSON line last.
 """
 
 from __future__ import annotations
@@ -25,18 +28,24 @@ from kvcli.kernels import Stretch
 from kvcli.kernels.reference.choosing import choose
 from kvcli.options import AttendOptions, CacheOptions, LoadOptions
 from kvcli.runtime.cache import attending
+from kvcli.runtime.cache.eviction import snapkv
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.evaluate import tasks
+from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.hub import modelfiles
 
 PAGE, MEAN_ROWS, SLICE = 64, 16, 64
+SAFE = 0.2  # of the budget that every head has in any case
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def opened(options: argparse.Namespace, type_: str, attend: AttendOptions = AttendOptions()) -> Engine:
+def opened(
+    options: argparse.Namespace, type_: str, attend: AttendOptions = AttendOptions(), device: str = "cpu"
+) -> Engine:
     path = modelfiles.find_model(options.model)
     cache = CacheOptions(options.tokens + 64, type_, type_, PAGE, force_types=True, attend=attend)
-    return Engine.open(path, LoadOptions(options.model, device="cpu"), cache)
+    return Engine.open(path, LoadOptions(options.model, device=device), cache)
 
 
 # --- rules: queries [group, T, dim], keys [T, dim] of a head and scores [group, T, T] -> scores of pages [T, pages]
@@ -68,8 +77,19 @@ def weights(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.
     return padded.unflatten(2, (-1, PAGE)).sum(3).sum(0)
 
 
+def every(tokens: int) -> Rule:
+    """By means, for so many tokens at a time, by the query of the first of them."""
+
+    def found(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        each = means(q, keys, scores)
+        return each[torch.arange(len(each)) // tokens * tokens]
+
+    return found
+
+
 RULES: dict[str, Rule] = {
-    "the recent ones": recent, "bounds of keys": bounds, "means of 16 keys": means, "true weights": weights
+    "the recent ones": recent, "bounds of keys": bounds, "means of 16 keys": means, "true weights": weights,
+    **{f"for {n} tokens": every(n) for n in (2, 4, 8, 16, 64)},
 }  # fmt: skip
 
 
@@ -112,6 +132,46 @@ class Dense:
         return read
 
 
+class Budgets(Dense):
+    """Rows behind the first `prompt` see `share` of those, in each head or, where `adaptive`, of all heads of a layer
+    together, and all behind them."""
+
+    prompt, share, adaptive = 0, 1.0, False
+
+    def attention_each(
+        self, q: torch.Tensor, parts: Any, window: int, scale: float, softcap: float, *rest: Any
+    ) -> torch.Tensor:
+        (k, v), (t, heads, _), n = self.rows, q.shape, self.prompt
+        at = torch.arange(t)
+        seen = (at[None] <= at[:, None]) & ((at[None] > at[:, None] - window) if window else True)
+        group = heads // k.shape[1]
+        mine = q.transpose(0, 1).unflatten(0, (-1, group)) * scale  # [kv_heads, group, T, dim]
+        scores = mine @ k.permute(1, 2, 0)[:, None]
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        scores = scores.masked_fill(~seen, -math.inf)
+        if self.share < 1 and not window:
+            mass = scores[:, :, n - snapkv.WINDOW : n, :n].softmax(-1).sum((1, 2))
+            mass = torch.nn.functional.avg_pool1d(mass[:, None], snapkv.KERNEL, 1, snapkv.KERNEL // 2)[:, 0]
+            mass[:, n - snapkv.WINDOW :] = math.inf
+            hidden = self._dropped(mass)
+            scores[:, :, n:, :n] = scores[:, :, n:, :n].masked_fill(hidden[:, None, None], -math.inf)
+        found = scores.softmax(-1) @ v.transpose(0, 1)[:, None]
+        return found.flatten(0, 1).transpose(0, 1).flatten(1)
+
+    def _dropped(self, mass: torch.Tensor) -> torch.Tensor:
+        """Which rows go by their scores [kv_heads, n]: bool [kv_heads, n]."""
+        heads, n = mass.shape
+        budget = max(snapkv.WINDOW + 1, round(self.share * n))
+        counts = [budget] * heads
+        if self.adaptive:
+            best = mass.flatten().topk(heads * budget).indices // n
+            counts = [round((1 - SAFE) * int((best == h).sum()) + SAFE * budget) for h in range(heads)]
+        dropped = torch.ones_like(mass, dtype=torch.bool)
+        for head, count in enumerate(counts):
+            dropped[head, mass[head].topk(min(n, count)).indices] = False
+        return dropped
+
+
 def told(full: torch.Tensor, found: torch.Tensor, ids: list[int]) -> dict[str, float]:
     """KL divergence and perplexity of log probabilities [n, vocab] of what follows each row, ids [n]."""
     nll = -found.gather(1, torch.tensor(ids)[:, None]).mean()
@@ -144,6 +204,44 @@ def pages(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+@torch.inference_mode()
+def heads(options: argparse.Namespace) -> list[dict[str, Any]]:
+    engine, dense, found = opened(options, "f32"), Budgets(0), []
+    ops, text, tokenizer = engine.model.ops, Path(options.text).read_text("utf-8"), engine.tokenizer
+    ops.store_each, ops.attention_each = dense.store_each, dense.attention_each  # type: ignore[method-assign,union-attr]
+    examples = tasks.passages(tokenizer, text, options.tokens, options.passages)
+    for i in range(options.questions):
+        examples.append(tasks.example(tokenizer, "needles", options.tokens, i))
+        examples.append(tasks.example(tokenizer, "recall", options.tokens, i, 100 * i / options.questions))
+
+    def log_p(each: tasks.Example) -> torch.Tensor:
+        dense.prompt, seq, ids = len(each.context) - each.asked, engine.new_sequence(), each.context + each.answer[:-1]
+        hidden = engine.model.hidden(Step((seq.reserve(ids),)))
+        seq.close()
+        return engine.logits(hidden[len(each.context) - 1 :]).log_softmax(-1)
+
+    full = [log_p(each) for each in examples]
+    print("| rows kept | counts | KLD of texts | perplexity | KLD of answers | NLL |\n|---:|---|---:|---:|---:|---:|")
+    for share in (1.0, *map(float, options.shares.split(","))):
+        for adaptive in (False, True) if share < 1 else (False,):
+            dense.share, dense.adaptive = share, adaptive
+            rows = [told(p, log_p(each), each.answer) for p, each in zip(full, examples, strict=True)]
+            kinds = [row for row, e in zip(rows, examples, strict=True) if not e.asked], rows[options.passages :]
+            (texts, nll), (asked, of_answers) = (
+                (_mean([r["kld"] for r in kind]), _mean([math.log(r["perplexity"]) for r in kind])) for kind in kinds
+            )
+            row = {"share": share, "adaptive": adaptive, "kld": texts, "perplexity": math.exp(nll)}
+            row |= {"answers_kld": asked, "answers_nll": of_answers}
+            found.append(row)
+            figures = f"{texts:.4f} | {math.exp(nll):.2f} | {asked:.4f} | {of_answers:.3f}"
+            print(f"| {share:.0%} | {'a layer' if adaptive else 'a head'} | {figures} |", flush=True)
+    return found
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
 def count(engine: Engine) -> list[int]:
     """How many pages are read from now on of those that are chosen among, and how many those are."""
     ops, counts = engine.model.ops, [0, 0]
@@ -161,21 +259,37 @@ def count(engine: Engine) -> list[int]:
     return counts
 
 
+def count_masks() -> list[int]:
+    """The same on a GPU, with the first page, which is always read."""
+    from kvcli.kernels.gpu import past
+
+    counts, mask = [0, 0], past.mask
+
+    def counted(*what: Any) -> torch.Tensor:
+        found: torch.Tensor = mask(*what)
+        counts[0], counts[1] = counts[0] + int(found.sum()), counts[1] + found.numel()
+        return found
+
+    past.mask = counted
+    return counts
+
+
 @torch.inference_mode()
 def prefill(options: argparse.Namespace) -> list[dict[str, Any]]:
     found, full = [], None
     print("| --prefill-sparse | pages read | KL divergence | perplexity |\n|---|---:|---:|---:|")
     for how in ("off", *options.sparse.split(",")):
         attend = AttendOptions(0, *attending.sparseness(how), sparse_from=1)
-        engine = opened(options, "f16", attend)
-        counts = count(engine)
+        engine = opened(options, "f16", attend, options.device)
+        counts = count(engine) if engine.device.kind == CPU else count_masks()
         ids = engine.tokenizer.encode(Path(options.text).read_text("utf-8"))[: options.tokens]
         seq, rows, half = engine.new_sequence(), [], len(ids) // 2
         for start, end in engine.chunks(0, len(ids)):
             hidden = engine.forward(seq, ids[start:end])
             for at in range(max(start, half), min(end, len(ids) - 1), SLICE):
-                rows.append(engine.logits(hidden[at - start : min(at + SLICE, end, len(ids) - 1) - start]))
-        log_p = torch.cat(rows).log_softmax(-1)[::4]  # memory
+                logits = engine.logits(hidden[at - start : min(at + SLICE, end, len(ids) - 1) - start])
+                rows.append(logits[(half - at) % 4 :: 4].float().cpu())  # memory
+        log_p = torch.cat(rows).log_softmax(-1)
         full = log_p if full is None else full
         row = {"sparse": how, "read": counts[0] / counts[1] if counts[1] else 1.0}
         row |= told(full, log_p, ids[half + 1 :][::4])
@@ -186,7 +300,7 @@ def prefill(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("pages", "prefill"))
+    parser.add_argument("what", choices=("pages", "prefill", "heads"))
     parser.add_argument("text")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=2048)
@@ -194,8 +308,11 @@ def main() -> None:
     parser.add_argument("--shares", default="0.5,0.25,0.1")
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--sparse", default="auto,25%")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--passages", type=int, default=2)
+    parser.add_argument("--questions", type=int, default=6)
     options = parser.parse_args()
-    found = {"pages": pages, "prefill": prefill}[options.what](options)
+    found = {"pages": pages, "prefill": prefill, "heads": heads}[options.what](options)
     print("\n" + json.dumps({"model": options.model, "tokens": options.tokens, "rows": found}))
 
 

@@ -134,6 +134,7 @@ class PromptCacheOptions:
     source: str = ""  # where the text of prompts is from, for people: names of files
     lead: int = 0  # first tokens of a prompt that are not the user's: template, system message
     awaited: bool = False  # an answer ends when all is written: what is told of it is what came of it
+    selected: bool = False  # the file gets the rows that were selected of a prompt, not all of them
     chat: str | None = None  # the saved chat whose turns the prompts are, "" = a chat that is not saved; None = no chat
 
     @property

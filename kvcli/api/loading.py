@@ -54,7 +54,7 @@ def load(
     cache_type: how keys and values are stored: "f16", "int8", "int4", ..., or "int8/int4" for each.
     ctx: most tokens in a sequence; 0 = as trained, or as many as fit.
     evict: what is forgotten where the context is full: "none", "shift", "sink" or "window"; or where the prompt is
-        read, by score: "expected", "h2o", "keydiff", "random", "snapkv" or "tova".
+        read, by score: "expected", "h2o", "keydiff", "kvzip", "random", "snapkv" or "tova".
     window, keep: how many of the recent and of the first tokens stay then.
     budget: how many rows stay that score highest: 1024, or "25%" of the tokens.
     device: "auto", "cpu", "cuda" or "cuda:N".

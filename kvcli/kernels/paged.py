@@ -152,12 +152,14 @@ class Watch(NamedTuple):
     """What attention notes of the queries of a step in one layer, those at positions from `since` on.
 
     `mass`: int64 [kv_heads, n], in units of 1 / MASS_UNIT; the probability of each row is added at its place,
-    `Entries.first` + slot, for all query heads of the KV head. `queries`: what is summed of the queries themselves.
+    `Entries.first` + slot, for all query heads of the KV head; or where that is `largest`, the largest one stays.
+    `queries`: what is summed of the queries themselves.
     """
 
     since: int
     mass: torch.Tensor | None = None
     queries: Moments | None = None
+    largest: bool = False
 
 
 class Stretch(NamedTuple):

@@ -352,7 +352,8 @@ def test_the_default_is_the_largest_window_that_fits(policy: str, size: int, ctx
     [
         (
             EvictOptions("lru"),
-            "`evict` must be one of none, expected, h2o, keydiff, random, shift, sink, snapkv, tova, window, not 'lru'",
+            "`evict` must be one of none, expected, h2o, keydiff, kvzip, random, shift, sink, snapkv, tova, window, not"
+            " 'lru'",
         ),
         (EvictOptions("none", 100), "`window` needs `evict`"),
         (EvictOptions("none", keep=4), "`keep` needs `evict=shift` or `evict=sink`"),

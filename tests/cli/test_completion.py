@@ -56,6 +56,7 @@ def test_values(complete: Complete, kv_env: dict[str, str]) -> None:
         "expected",
         "h2o",
         "keydiff",
+        "kvzip",
         "random",
         "shift",
         "sink",

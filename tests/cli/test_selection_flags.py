@@ -70,3 +70,25 @@ def test_what_the_last_tokens_look_at(kv_here: KvHere, model: tuple[str, ...], t
     shares = [float(re.search(r"([\d.]+) %", line)[1]) for line in lines]
     assert 3 < len(lines) <= 24 and abs(sum(shares) - 100) < 0.06 * len(lines) and lines[0].split()[0] == "0"
     assert kv_here("cache", "show", file, "--mass", "--json")[0] == 2
+
+
+def test_a_built_cache_has_the_rows_that_stay(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    """`kv run` goes on from them with the same options alone, and leaves the file as it is."""
+    file, evict = tmp_path / "a.kv", ("--evict", "kvzip", "--budget", "60", "--page-size", "16", "-c", "1k")
+    built = kv_here("cache", "build", *model, *evict, "--raw", "--no-stdin", "-o", str(file), "--json", TEXT * 2)
+    assert built[0] == 0, built[2]
+    kv = json.loads(built[1])["kv"]
+    assert kv["evicted_tokens"] > 50 and not kv["lossless"]
+    before = file.read_bytes()
+    run = ("run", *RUN, *model, "-n", "4", "--prompt-cache", str(file), "--prompt-cache-strict")
+    code, out, err = kv_here(*run, *evict, "--json", f"{TEXT * 2} Next")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["usage"]["cache_disk_tokens"] == json.loads(built[1])["usage"]["prompt_tokens"]
+    assert found["kv"]["evicted_tokens"] == kv["evicted_tokens"]
+    code, _, err = kv_here(*run, "--page-size", "16", "-c", "1k", f"{TEXT * 2} Next")
+    assert code == 6 and "it was made with --evict kvzip --budget 60, this run has --evict none" in err
+    assert file.read_bytes() == before
+    code, out, _ = kv_here("cache", "show", str(file))
+    assert code == 0 and "kvzip" in out
+    assert "selected" in kv_here("cache", "verify", str(file), "--recompute", "1", *model)[2]

@@ -307,7 +307,7 @@ REFUSED = {
     "backend": ("cuda", "one of auto, native, reference"),
     "threads": ("2000", "0 to 1,024"),
     "vram-limit": ("lots", "a size"),
-    "evict": ("all", "one of none, expected, h2o, keydiff, random, shift, sink, snapkv, tova, window"),
+    "evict": ("all", "one of none, expected, h2o, keydiff, kvzip, random, shift, sink, snapkv, tova, window"),
     "window": ("0", "0"),
     "on-overflow": ("cut", "one of error, "),
     "cache-size": ("big", "a size"),

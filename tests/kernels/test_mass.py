@@ -36,17 +36,17 @@ class Case:
         ops.store(self.k, self.v, kv, 0)
         return kv
 
-    def mass(self, ops: Backend, pieces: int = 1) -> torch.Tensor:
+    def mass(self, ops: Backend, pieces: int = 1, largest: bool = False) -> torch.Tensor:
         kv, found = self.cache(ops), torch.zeros(self.heads[1], self.start + self.n, dtype=torch.int64)
         at = self.start
         for q in self.q.tensor_split(pieces):
             how = self.window, 0.2, self.cap, None, None, self.sinks
             plain = ops.attention(q, kv, at, *how)
-            assert torch.equal(ops.attention(q, kv, at, *how, Watch(self.since, found)), plain)
+            assert torch.equal(ops.attention(q, kv, at, *how, Watch(self.since, found, largest=largest)), plain)
             at += len(q)
         return found
 
-    def dense(self) -> torch.Tensor:
+    def dense(self, largest: bool = False) -> torch.Tensor:
         """float64 [kv_heads, rows]."""
         k = self.k.double().repeat_interleave(self.heads[0] // self.heads[1], 1)
         scores = torch.einsum("qhd,khd->hqk", self.q.double(), k) * 0.2
@@ -58,8 +58,10 @@ class Case:
         if self.sinks is not None:
             own = self.sinks.double()[:, None, None].expand(-1, self.n, 1)
             scores = torch.cat([scores, own], -1)
-        found = scores.softmax(-1)[:, query[:, 0] >= self.since, : len(row)].sum(1)
-        return found.unflatten(0, (self.heads[1], -1)).sum(1)
+        shares = scores.softmax(-1)[:, query[:, 0] >= self.since, : len(row)]
+        if largest:
+            return shares.amax(1).unflatten(0, (self.heads[1], -1)).amax(1)
+        return shares.sum(1).unflatten(0, (self.heads[1], -1)).sum(1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -72,6 +74,16 @@ def test_mass_is_that_of_float64(name: str, case: tuple):
         queries = c.start + c.n - max(c.start, c.since)
         each = found.sum(1) / (queries * c.heads[0] // c.heads[1])
         assert (each - 1).abs().max() < 1e-3  # a query's probabilities sum to one
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_most_that_a_query_gives(name: str, case: tuple):
+    """In place of the sum; chunks change nothing of it, either."""
+    c = Case(*case)
+    found = c.mass(backend(name), largest=True)
+    torch.testing.assert_close(found.double() / MASS_UNIT, c.dense(largest=True), rtol=1e-4, atol=1e-5)
+    assert torch.equal(c.mass(backend(name), min(3, c.n), largest=True), found)
 
 
 @pytest.mark.parametrize("case", CASES[:3] + CASES[-1:], ids=str)

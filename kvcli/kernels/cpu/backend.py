@@ -126,10 +126,12 @@ def _class(kv: PagedKV) -> _Class:
     return _Class(kv.into.addresses.ctypes.data, kv.offset, _record(kv.record))
 
 
-def _noted(watch: Watch | None) -> tuple[int, int, int]:
-    """Where mass goes: `mass`, `ld_mass` and `since` of kv_part."""
+def _noted(watch: Watch | None) -> tuple[int, int, int, int]:
+    """Where mass goes: `mass`, `ld_mass`, `since` and `largest` of kv_part."""
     mass = None if watch is None else watch.mass
-    return (0, 0, 0) if watch is None or mass is None else (mass.data_ptr(), mass.stride(0), watch.since)
+    if watch is None or mass is None:
+        return 0, 0, 0, 0
+    return mass.data_ptr(), mass.stride(0), watch.since, watch.largest
 
 
 class NativeBackend:

@@ -73,7 +73,7 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
     const kv_paged *kv;
     int64_t row, rows, start;
     int64_t *mass; /* what rows get of queries at positions from `since` on is added here, see paged.py; it may be NULL */
-    int64_t ld_mass, since;
+    int64_t ld_mass, since, largest; /* largest: the most that one query gives stays instead */
 } kv_part;
 
 /* Block formats: name, name in functions, id, elements and bytes of a block; see blockformats.py. */

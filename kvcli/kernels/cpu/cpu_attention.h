@@ -22,7 +22,7 @@ typedef struct {
     const kv_paged *kv;
     float *out;
     int64_t *mass; /* see kv_part; NULL = nothing is noted */
-    int64_t ld_mass, since;
+    int64_t ld_mass, since, largest;
     int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
     int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
     int64_t multiples; /* where a prepared query has its multiples, for closed pages; 0 = keys are floats */
@@ -445,7 +445,7 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
         const kv_paged *kv = p->kv;
         NAME(attn_args) a = {q + p->row * ldq, turned ? turned + p->row * ld_turned : NULL, ldq, ld_turned, p->rows, heads,
                              p->start, window, scale, softcap, sinks, kv, out + p->row * heads * kv->dim_v,
-                             p->mass, p->ld_mass, p->since};
+                             p->mass, p->ld_mass, p->since, p->largest};
         a.group = heads / kv->kv_heads, a.padded = (kv->page_size + VL - 1) / VL * VL;
         a.dkp = (kv->dim_k + 4 * VL - 1) / (4 * VL) * (4 * VL), a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
         a.stride = a.dvp + 2;

@@ -15,6 +15,12 @@ INLINE float NAME(per_exp)(const NAME(attn_args) *a, const float *end, int64_t h
     return factors[0] / (end[1] * factors[0] + factors[1]);
 }
 
+/* Have the larger one at a place that other tasks may write to. */
+INLINE void NAME(raise)(int64_t *place, int64_t value) {
+    int64_t now = __atomic_load_n(place, __ATOMIC_RELAXED);
+    while (now < value && !__atomic_compare_exchange_n(place, &now, value, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 /* Add what the slots of an entry got of tokens [from, to), so few that sums of 32 bits have room for them; see add_mass. */
 INLINE void NAME(add_some)(const NAME(attn_args) *a, const kv_entry *e, const float *state, int64_t head, int64_t t0, int64_t from,
                            int64_t to, const float *noted, int alone) {
@@ -31,13 +37,17 @@ INLINE void NAME(add_some)(const NAME(attn_args) *a, const kv_entry *e, const fl
             for (int64_t j = lo / VL * VL; j < hi; j += VL) {
                 vi before, got = __builtin_convertvector(NAME(round)(NAME(exp)(LOAD(scores + j) - end[0]) * unit), vi);
                 memcpy(&before, sums + j, sizeof(vi));
-                before += got;
+                if (a->largest) {
+                    vi more = got > before;
+                    before = (got & more) | (before & ~more);
+                } else before += got;
                 memcpy(sums + j, &before, sizeof(vi));
             }
         }
     }
     for (int64_t j = least; j < most; j++)
-        if (alone) mass[j] += sums[j];
+        if (a->largest) NAME(raise)(mass + j, sums[j]);
+        else if (alone) mass[j] += sums[j];
         else if (sums[j]) __atomic_fetch_add(mass + j, (int64_t)sums[j], __ATOMIC_RELAXED);
 }
 

@@ -242,12 +242,13 @@ def attend(
     pdl: int = SERIAL,
     tiles: Tiling | None = None,
     entries: int = 0,
+    scored: bool = False,
 ) -> Partials:
     """Causal attention of the T queries of a step over pages: partial results.
 
     `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. `entries`: of the
-    table, at most, where a token chooses among them; 0 = as many as it has room for. Where a token's probabilities are
-    noted, its scores are left in `Noted.scores`.
+    table, at most, where a token chooses among them; 0 = as many as it has room for. `scored`: see `choose`. Where a
+    token's probabilities are noted, its scores are left in `Noted.scores`.
     """
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]
     rows = len(lists.shift)
@@ -263,7 +264,7 @@ def attend(
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some, noted = queries.q, lists.noted if rows == 1 else None  # `some` stands for what is not there
     chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1 and not lists.apart
-    chosen = choose(queries, pages, entries or len(lists.table), pdl) if chooses else lists.table[None]
+    chosen = choose(queries, pages, entries or len(lists.table), pdl, scored) if chooses else lists.table[None]
     launch(_attend, (r.kv_heads, out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, chosen, lists.edges,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,

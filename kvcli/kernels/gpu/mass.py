@@ -33,6 +33,7 @@ def _mass(
     DIM_K: tl.constexpr, PAD_K: tl.constexpr, CODEC_K: tl.constexpr, NK: tl.constexpr, RECORD: tl.constexpr,
     K_ROW: tl.constexpr, K_SCALES: tl.constexpr, OFF_K: tl.constexpr, FACTOR_K: tl.constexpr, CENTRED: tl.constexpr,
     ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BN: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):  # fmt: skip
     """One KV head, a block of queries, as in `attention`, and `each` entries of those in `edges`."""
     head = tl.program_id(0)
@@ -98,16 +99,21 @@ def _mass(
         if WINDOWED:
             visible = visible & (place[None, :] > position[:, None] - window)
         p = tl.where(visible, tl.exp2(s - norm[:, None]), 0.0)
-        got = tl.sum((p * UNIT + 0.5).to(tl.int32), 0)
-        sums = mass + head.to(tl.int64) * pitch + place
-        tl.atomic_add(sums, got.to(tl.int64), mask=seen & (got > 0), sem="relaxed")
+        units = (p * UNIT + 0.5).to(tl.int32)
+        to = mass + head.to(tl.int64) * pitch + place
+        if LARGEST:
+            got = tl.max(units, 0)
+            tl.atomic_max(to, got.to(tl.int64), mask=seen & (got > 0), sem="relaxed")
+        else:
+            got = tl.sum(units, 0)
+            tl.atomic_add(to, got.to(tl.int64), mask=seen & (got > 0), sem="relaxed")
 
 
 def add_mass(
     queries: Queries, kv: PagedKV, pages: DevicePages, found: Partials, watch: Watch, start: int, window: int,
     softcap: float, sinks: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Add to `watch.mass` what rows got of the T queries from position `start` on; `found`: their partial results."""
+    """Note in `watch.mass` what rows got of the T queries from position `start` on; `found`: their partial results."""
     assert watch.mass is not None
     heads, rows = queries.q.shape[1], len(pages.lists.shift)
     chip, norms = Chip.of(queries.q.device), _norms(found, sinks)
@@ -130,7 +136,7 @@ def add_mass(
             heads, heads // r.kv_heads, block, m, r.page_size, r.dim_k, dim, r.codec_k.numbers, tile_parts(r.codec_k),
             r.record_bytes, r.k_row_bytes, r.k_scales, left_centre(r.codec_k), head_factor(r.codec_k), centred, rope,
             max(16, triton.next_power_of_2(rope)), window > 0, softcap > 0, min(tiles.open_rows, r.page_size),
-            num_warps=tiles.warps,
+            watch.largest, num_warps=tiles.warps,
         )  # fmt: skip
 
 

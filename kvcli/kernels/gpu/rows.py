@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, wait_at_end, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.settle import norm_heads_together
@@ -108,6 +108,12 @@ def head_of(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, R
 
 
 @triton.jit
+def query_gain(position, growth, length, past):
+    """What queries at a position are multiplied by; see `attend.AttentionLayer`."""
+    return 1.0 + growth * tl.log(1.0 + ((position + past) // length).to(tl.float32))
+
+
+@triton.jit
 def store_row(at, x, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr):
     """x float32 [PAD] as a row of f16, bf16 or f32 at that address."""
     i = tl.arange(0, PAD)
@@ -184,8 +190,8 @@ def _prepare(
             qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
             Q_NORMED, LAST,
         )  # fmt: skip
-        if GAIN:  # see `attend.AttentionLayer`
-            gain = 1.0 + growth * tl.log(1.0 + ((at + past) // length).to(tl.float32))
+        if GAIN:
+            gain = query_gain(at, growth, length, past)
             x *= tl.where(i < ROPE, gain * amplitude, gain)
             partner *= gain * amplitude
         if CENTRED:
@@ -217,6 +223,7 @@ def _prepare(
             if TURN_V > 0:
                 value = hadamard(value, PAD_V, TURN_V)
             store_row(page + h * RECORD + V_OFFSET + place * V_ROW, value, DIM_V, PAD_V, CODEC_V)
+    wait_at_end(PDL)
 
 
 def prepare(

@@ -94,9 +94,10 @@ def attention(
         counts = position >= watch.since
         for first, scores in noted:
             shares = (exp(scores - top) / weight)[:, counts]
-            got = (shares * MASS_UNIT).round().long().sum(1)  # [kv_heads, page_size]
+            each = (shares * MASS_UNIT).round().long()  # [kv_heads, queries, page_size]
             some = watch.mass[:, first : first + r.page_size]
-            some += got[:, : some.shape[1]]
+            got = (each.amax(1) if watch.largest and each.shape[1] else each.sum(1))[:, : some.shape[1]]
+            some.copy_(torch.maximum(some, got) if watch.largest else some + got)
     out = (acc / weight).view(r.kv_heads, group, n, r.dim_v)
     return out.permute(2, 0, 1, 3).reshape(n, heads * r.dim_v)
 

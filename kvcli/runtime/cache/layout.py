@@ -282,7 +282,8 @@ class KVLayout:
             return 0
         groups = [g for g in self.groups if g.kind not in WINDOWED]
         heads = sum(len(g.layers) * g.kv_heads for g in groups)
-        noted = MASS_BYTES * tokens * heads if self.selection.scorer.watches else 0
+        scorer = self.selection.scorer
+        noted = MASS_BYTES * tokens * heads if scorer.watches or scorer.repeats else 0
         places = POSITION_BYTES * min(tokens, self.selection.stays(tokens)) * heads
         each = max(g.kv_heads * (3 * CENTRE_BYTES * max(g.dim_k, g.dim_v) + 8 * SCORE_BYTES) for g in groups)
         return noted + places + tokens * each

@@ -43,11 +43,13 @@ class Scorer(ABC):
     """Says how much each row of a layer is worth; those that are worth most stay, as many in each KV head.
 
     `watches`: how many queries before a selection it wants to know the mass of; ALL = every one. `queries`: whether it
-    wants the sums of a prompt's queries.
+    wants the sums of a prompt's queries. `repeats`: whether it wants in place of the mass the most that any query gave
+    a row while the model repeated the prompt; then rows are selected once, and what comes later stays.
     """
 
     watches: ClassVar[int] = 0
     queries: ClassVar[bool] = False
+    repeats: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, rows: Scored) -> torch.Tensor:
@@ -56,6 +58,11 @@ class Scorer(ABC):
     def pinned(self, kept: int) -> tuple[int, int]:
         """How many of the first and of the last rows stay whatever their scores, where `kept` stay in all."""
         return 0, 0
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a selection depends on queries before the one that precedes it."""
+        return self.watches == ALL or self.queries
 
     @property
     def least(self) -> int:

@@ -34,12 +34,14 @@ Facts = Callable[[int], LayerFacts]  # of each model layer
 
 
 class Selector:
-    """Of one sequence. `due`: the length at which rows are selected; NEVER until a prompt is expected."""
+    """Of one sequence. `due`: the length at which rows are selected; NEVER until a prompt is expected.
+    `repeated_from`: the first row that repeats the prompt, in a copy of a sequence which is made for that."""
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
         self.due, self.times, self.selected_at = NEVER, 0, 0
         self.seen = 0  # all queries before this position were noted, where all are to be
+        self.repeated_from: int | None = None
         self._answering = False
         self._mass: dict[int, torch.Tensor] = {}  # by group: int64 [layers, kv_heads, capacity], by the rows' places
         self._moments: dict[int, list[Moments]] = {}
@@ -56,7 +58,8 @@ class Selector:
 
     def expect(self, prompt_tokens: int) -> None:
         """Rows are to be selected when there are so many: a prompt is coming."""
-        self.due, self._answering = prompt_tokens, False
+        self.due = NEVER if self.times and self.selection.scorer.repeats else prompt_tokens
+        self._answering = False
 
     def is_due(self, length: int, known: int, ahead: bool) -> bool:
         """Whether rows are to be selected when there are `length`, of `known` tokens. `ahead`: a device computes them
@@ -75,6 +78,8 @@ class Selector:
     def since(self) -> int:
         """The first query that is to be noted before the next selection."""
         scorer = self.selection.scorer
+        if self.repeated_from is not None:
+            return self.repeated_from
         if scorer.watches == ALL or (scorer.queries and not self._answering):
             return 0
         return max(0, self.due - scorer.watches)
@@ -89,8 +94,13 @@ class Selector:
     def notes(self, end: int) -> bool:
         """Whether a step up to row `end` has queries to note."""
         scorer = self.selection.scorer
-        wants = bool(scorer.watches) or (scorer.queries and not self._answering)
+        wants = self._weighs or (scorer.queries and not self._answering)
         return wants and self.due != NEVER and end > self.since
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether it is noted what rows get of queries."""
+        return bool(self.selection.scorer.watches) or self.repeated_from is not None
 
     def notes_queries(self, end: int) -> bool:
         """Whether a step up to row `end` has queries that are noted themselves, not only what rows get of them."""
@@ -106,16 +116,29 @@ class Selector:
         if self._made is None or self._made[0] != key:
             made = []
             for number, held in enumerate(lists):
-                mass = self._room(number, held, capacity) if scorer.watches and held.selects else None
+                mass = self._room(number, held, capacity) if self._weighs and held.selects else None
                 moments = self._queries(number, held) if scorer.queries and held.selects else None
                 layers = range(len(held.layout.layers)) if held.selects else range(0)
                 each = [
-                    Watch(self.since, None if mass is None else mass[i], None if moments is None else moments[i])
+                    Watch(
+                        self.since,
+                        None if mass is None else mass[i],
+                        None if moments is None else moments[i],
+                        self.repeated_from is not None,
+                    )
                     for i in layers
                 ]
                 made.append(tuple(each) or None)
             self._made = key, tuple(made)
         return self._made[1]
+
+    def learn(self, other: Selector) -> None:
+        """Have what a copy has noted, which went on from here."""
+        self._mass = other._mass
+
+    def restored(self, length: int) -> None:
+        """The first `length` rows are there, of which some were selected once."""
+        self.times, self.selected_at = 1, length
 
     def mass(self, length: int) -> torch.Tensor:
         """What rows of a sequence of `length` got of the queries that were noted, where none were selected yet: float64
@@ -156,7 +179,7 @@ class Selector:
         if self.selection.scorer.watches != ALL:
             self._mass.clear()
         self.selected_at = length
-        self.due = length + self.selection.pause(min(wanted, length))
+        self.due = NEVER if self.selection.scorer.repeats else length + self.selection.pause(min(wanted, length))
 
     def _select(self, number: int, held: PageList, length: int, below: int, kept: int, facts: Facts) -> None:
         device, mass = held.closed.pool.device, self._mass.get(number)

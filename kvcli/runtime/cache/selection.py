@@ -66,6 +66,8 @@ class Selection:
 
     def most(self, length: int) -> int:
         """How many rows a query of an answer sees at most, at the end of `length` tokens."""
+        if self.scorer.repeats:  # rows are selected once
+            return length
         stays = self.stays(length)
         return min(length, stays + self.pause(stays))
 
@@ -73,6 +75,11 @@ class Selection:
         """How many tokens come between a selection that keeps so many rows and the next one: an eighth as many, at
         least two pages, and no more than there is room for."""
         return max(1, min(max(2, kept // 8 // self.page_size) * self.page_size, self.room - kept))
+
+    @property
+    def identity(self) -> str:
+        """What selected rows depend on beside the tokens, in words that promptcache/sameness.py reads."""
+        return f"select {self.policy} {self.budget.rows or f'{100 * self.budget.share:g}%'}"
 
     def notice(self) -> str:
         """What is forgotten, for people; "" = nothing."""

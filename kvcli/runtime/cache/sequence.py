@@ -16,7 +16,7 @@ from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.attending import PageChoice
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
-from kvcli.runtime.cache.pagelist import Bases, Layers, PageList
+from kvcli.runtime.cache.pagelist import Bases, Layers, PageList, Selected
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.selecting import Facts, Selector
 from kvcli.runtime.cache.states import StateStep, states_of
@@ -161,7 +161,7 @@ class Sequence:
         them. They are not where a policy of its own, or one that is not reproducible, decides what they saw, or their
         own queries did, nor once rows were selected by score, nor where some were computed without those before
         them."""
-        if self.moved is not None or self.exact is not None or any(held.selected for held in self._lists):
+        if self.moved is not None or self.exact is not None or self.selected:
             return False
         return self._own is None and (self.retention is None or self.retention.reproducible)
 
@@ -268,8 +268,7 @@ class Sequence:
 
     def rewind_to(self, length: int) -> int:
         """Keep the first `length` rows, fewer where rows are gone that their windows need; returns the rows kept."""
-        kept = self.rewindable(length)
-        self.rewind(kept)
+        self.rewind(kept := self.rewindable(length))
         return kept
 
     def _trim(self, length: int) -> None:
@@ -288,11 +287,9 @@ class Sequence:
         twin = Sequence(self.pool, self._own)
         if self.states and self.states.lost:
             raise ValueError("the state of a step that failed is lost: go back to a checkpoint first")
-        twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign, self.exact)
+        twin.adopt(self.tokens, self.numbered(), self.bases, self.foreign, self.exact, self.selected)
         if self.states and twin.states and self.length:
             twin.states.share(self.states)
-        for mine, theirs in zip(twin._lists, self._lists, strict=True):
-            mine.selected = theirs.selected
         twin.selector = self.selector.copy() if self.selector else None
         twin.moved = self.moved
         return twin
@@ -315,6 +312,11 @@ class Sequence:
         return {**found, **dict(self.states.numbered())} if self.states else found
 
     @property
+    def selected(self) -> dict[int, Selected]:
+        """Which rows were selected by score, by group."""
+        return {g: held.selected for g, held in enumerate(self._lists) if held.selected}
+
+    @property
     def bases(self) -> Bases:
         """Of each group, of each of its layers."""
         return tuple(held.bases for held in self._lists)
@@ -325,10 +327,10 @@ class Sequence:
         pages: Mapping[PageKey, int],
         bases: Bases,
         foreign: int = 0,
-        exact: int | None = None,
-    ) -> None:
+        exact: int | None = None, selected: Mapping[int, Selected] | None = None,
+    ) -> None:  # fmt: skip
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each; `foreign`
-        of them are. `exact`: of the sequence that they are from.
+        of them are. `exact`, `selected`: of the sequence that they are from.
 
         Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
         """
@@ -341,6 +343,8 @@ class Sequence:
         for (arena, number), page in sorted(pages.items()):
             if arena in forms:
                 forms[arena].put(number, page)
+        for g, rows in (selected or {}).items():
+            self._lists[g].selected = rows
         if self.states:
             self.states.adopt(pages, self.length)
         if self.length >= self.pool.layout.page_size:
@@ -370,7 +374,7 @@ class Sequence:
     def reusable(self, prompt_tokens: int) -> int:
         """How many of the first rows of a prompt need not be computed here, where its queries are noted for a
         selection: those before the first query of that, or all whose queries were; once rows were selected, all."""
-        if self.selector is None or any(held.selected for held in self._lists):
+        if self.selector is None or self.selected:
             return prompt_tokens
         return min(prompt_tokens, max(self.selector.first_noted(prompt_tokens), self.selector.seen))
 

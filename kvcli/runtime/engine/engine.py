@@ -23,6 +23,7 @@ from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
+from kvcli.runtime.engine.replaying import replay
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.spec.drafting import check_options
@@ -192,9 +193,9 @@ class Engine:
 
     @torch.inference_mode()
     def select(self, seq: Sequence) -> None:
-        """Let go of rows that score lowest, where the policy selects rows and the sequence is as long as that was
-        awaited: see `Selector.expect`. Raises DoesNotFit, with nothing lost."""
+        """Let go of rows that score lowest, where that is due: see `Selector.expect`. Raises DoesNotFit."""
         if seq.selector is not None and seq.length >= seq.selector.due:
+            replay(self, seq)
             seq.select(self.model.layer_facts.__getitem__)
 
     def prompt_caches(
@@ -292,8 +293,7 @@ class Engine:
         return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
 
     def check_text(self, chars: int) -> None:
-        """Raises ContextOverflow for a prompt of so many characters where no text of that length has few enough tokens:
-        tokenizing it would take long for nothing."""
+        """Raises ContextOverflow for so many characters that no text of them has few enough tokens to be worth it."""
         most = self.tokenizer.longest
         if most and chars > most * self.ctx_size and self.layout.retention is None:
             raise ContextOverflow(

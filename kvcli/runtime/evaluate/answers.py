@@ -4,7 +4,7 @@ decode as those of any prompt, with whatever the engine's cache forgets, compres
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,26 +38,39 @@ class _Given(Sampler):
         return self.answer[len(self.seen) - 1]
 
 
-def predictions(engine: Engine, example: Example, step: Callable[[int], None] = lambda tokens: None) -> torch.Tensor:
+def predictions(
+    engine: Engine, example: Example, step: Callable[[int], None] = lambda tokens: None, later: bool = False
+) -> torch.Tensor:
     """Log probabilities of all tokens where each token of the answer stands, float32 [answer, vocab_size] on the host,
-    from an empty sequence. `step` is told of rows that were computed. Its context must have room
-    for them. Raises DoesNotFit."""
-    count = len(example.answer)
+    from an empty sequence. `step` is told of rows that were computed. `later`: the question comes when the text that
+    it is about was a prompt of its own. The engine's context must have room for all. Raises DoesNotFit."""
+    count, vocabulary, seq = len(example.answer), engine.config.vocab_size, engine.new_sequence()
     # Log probabilities keep the choice on the host.
     options = SampleOptions(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=0)
-    given, seq = _Given(example.answer, options, engine.config.vocab_size), engine.new_sequence()
-    request = Request(engine, seq, example.context, options, given)
+    given = _Given(example.answer, options, vocabulary)
+    turns = [(example.context, options, given)]
+    if later and example.asked:
+        nothing = replace(options, max_tokens=0)
+        turns.insert(0, (example.context[: -example.asked], nothing, _Given([], nothing, vocabulary)))
+    try:
+        for prompt, how, sampler in turns:
+            _run(engine, Request(engine, seq, prompt, how, sampler), step)
+    finally:
+        seq.close()
+    return torch.stack(given.seen)
+
+
+def _run(engine: Engine, request: Request, step: Callable[[int], None]) -> None:
+    """Have all of a request. Raises what ends it."""
     try:
         while not request.finished:
-            before = seq.length
+            before = request.seq.length
             engine.step([request])
-            step(seq.length - before)
+            step(max(0, request.seq.length - before))
     finally:
         request.close()
-        seq.close()
     if request.error is not None:
         raise request.error
-    return torch.stack(given.seen)
 
 
 def score(log_p: torch.Tensor, full: torch.Tensor, answer: list[int]) -> Answer:
@@ -69,10 +82,10 @@ def score(log_p: torch.Tensor, full: torch.Tensor, answer: list[int]) -> Answer:
 
 
 def compare(
-    engines: list[Engine], examples: list[Example], progress: Callable[[str, int, int], None]
+    engines: list[Engine], examples: list[Example], progress: Callable[[str, int, int], None], later: bool = False
 ) -> Iterator[tuple[Example, list[Answer]]]:
     """Each example with the answers of every engine; the first one has the full cache. `progress(task, done, total)`
-    counts tokens over all engines."""
+    counts tokens over all engines. `later`: see `predictions`."""
     total, done = sum(len(e.context) + len(e.answer) - 1 for e in examples) * len(engines), 0
     for example in examples:
         answers, full = list[Answer](), torch.empty(0)
@@ -83,7 +96,7 @@ def compare(
             progress(example.task, done, total)
 
         for engine in engines:
-            found = predictions(engine, example, step)
+            found = predictions(engine, example, step, later)
             full = found if engine is engines[0] else full
             answers.append(score(found, full, example.answer))
         yield example, answers

@@ -39,7 +39,8 @@ _THINGS = ("stamps", "maps", "clocks", "shells", "coins", "posters", "bells", "k
 @dataclass(frozen=True)
 class Example:
     """Token ids of a context and of the answer that should follow. `tokens`: as many as both may have; `depth`: where
-    the key stands, in per cent, where the task says so. `key`: the answer as text."""
+    the key stands, in per cent, where the task says so. `key`: the answer as text. `asked`: of the context, how many
+    tokens at its end are the question."""
 
     task: str
     tokens: int
@@ -47,6 +48,7 @@ class Example:
     answer: list[int]
     key: str
     depth: float | None = None
+    asked: int = 0
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class Example:
         return self.task if self.depth is None else f"{self.task} {self.depth:g} %"
 
 
-Built = tuple[str, str]  # a text that ends before an answer, and the answer
+Built = tuple[str, str]  # a text that ends in a question, behind an empty line, and before an answer; and the answer
 Builder = Callable[[int], Built]  # with so many sentences, or words, around what matters
 
 
@@ -86,9 +88,9 @@ def passages(tokenizer: Tokenizer, text: str, tokens: int, count: int) -> list[E
 def _fitted(tokenizer: Tokenizer, task: str, tokens: int, build: Builder, depth: float | None = None) -> Example:
     """The longest question that `build` makes in so many tokens."""
 
-    def encoded(n: int) -> tuple[list[int], list[int], str]:
+    def encoded(n: int) -> tuple[list[int], list[int], str, str]:
         asked, key = build(n)
-        return tokenizer.encode(asked), tokenizer.encode(f"{asked} {key}"), key
+        return tokenizer.encode(asked), tokenizer.encode(f"{asked} {key}"), key, asked
 
     low, high = 0, tokens // 2
     if len(encoded(0)[1]) > tokens:
@@ -96,9 +98,15 @@ def _fitted(tokenizer: Tokenizer, task: str, tokens: int, build: Builder, depth:
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if len(encoded(middle)[1]) <= tokens else (low, middle - 1)
-    asked, whole, key = encoded(low)
-    common = next((i for i, (a, b) in enumerate(zip(asked, whole, strict=False)) if a != b), len(asked))
-    return Example(task, tokens, whole[:common], whole[common:], key, depth)
+    asked, whole, key, text = encoded(low)
+    common = _common(asked, whole)
+    before = _common(tokenizer.encode(text[: text.rindex("\n\n")]), whole)
+    return Example(task, tokens, whole[:common], whole[common:], key, depth, max(0, common - before))
+
+
+def _common(some: list[int], others: list[int]) -> int:
+    """How many of the first ids are the same."""
+    return next((i for i, (a, b) in enumerate(zip(some, others, strict=False)) if a != b), min(len(some), len(others)))
 
 
 # --- tasks: each takes a generator and how many sentences or words there are to be beside what matters

@@ -2,9 +2,9 @@
 
 The header's `__metadata__` has FORMAT and a version, how the rows were made (`identity`; see sameness.py), and what is
 only told (`about`). Tensors: "arena0", "arena1", ...: whole pages, uint8 [pages, page bytes], each aligned to
-4 KiB, which page stands where in the metadata's `pages`; "tokens" int32; "basis...": means and scales; "crc32" uint32,
-one for each page; "digest": SHA-256 of all but the pages. Numbers are little-endian; pages are as the machine had them,
-which is part of the identity.
+4 KiB, which page stands where in the metadata's `pages`; "tokens" int32; "basis...": means and scales; "selected...":
+positions of rows that were selected by score, int32; "crc32" uint32, one for each page; "digest": SHA-256 of all but
+the pages. Numbers are little-endian; pages are as the machine had them, which is part of the identity.
 
 A file covers the tokens from `start` on. Those before it are named by `parent`, the chained hash of their blocks
 (store.py). A file is there whole or not at all: it is written under another name, flushed to the disk and renamed. A
@@ -40,7 +40,7 @@ from kvcli.runtime.promptcache.settings import differences, sentence
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT, VERSION = "kv-prompt-cache", "1"
+FORMAT, VERSION, SELECTED = "kv-prompt-cache", "1", "2"  # versions: of all rows of a prompt, and of selected ones
 ALIGN = 4096
 MAX_TOKENS = 1 << 28
 _MARK_BYTES = 80  # at the start of a file, which say whether it is one of ours
@@ -58,7 +58,7 @@ class Contents:
     tokens: list[int]  # from `start` on
     pages: list[PageKey]  # sorted
     page_bytes: dict[int, int]  # by arena
-    basis: dict[str, np.ndarray] = field(default_factory=dict)  # float32
+    basis: dict[str, np.ndarray] = field(default_factory=dict)  # float32; which rows are "selected...", int32
     about: dict[str, str] = field(default_factory=dict)
     start: int = 0
     parent: str = ""
@@ -104,8 +104,8 @@ class PromptCacheFile:
     def _parse(self, expected: Mapping[str, str] | None) -> None:
         header, raw = self._read_header()
         metadata = header.metadata
-        if metadata.get("version") != VERSION:
-            raise foreign(self.path, f"format version {metadata.get('version')}, this kv reads {VERSION}")
+        if metadata.get("version") not in (VERSION, SELECTED):
+            raise foreign(self.path, f"format version {metadata.get('version')}, this kv reads up to {SELECTED}")
         try:
             self.contents = self._contents(header)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError) as error:
@@ -152,7 +152,7 @@ class PromptCacheFile:
             raise ValueError("pages")
         tokens = self._values(tensors["tokens"], "I32", "<i4").tolist()
         self._sums = self._values(tensors["crc32"], "U32", "<u4")
-        basis = {n: self._values(t, "F32", "<f4") for n, t in tensors.items() if n.startswith("basis")}
+        basis = {n: self._values(t, *_kind(n)) for n, t in tensors.items() if n.startswith(("basis", "selected"))}
         start = int(metadata["start"])
         if not 0 <= start <= MAX_TOKENS:
             raise ValueError("start")
@@ -333,17 +333,21 @@ def _write_to(file: Any, contents: Contents, blocks: Iterable[Any], checkpoint: 
 def _small(contents: Contents) -> dict[str, bytes]:
     """The tensors that are no pages, but for the sums of the pages."""
     tokens = struct.pack(f"<{len(contents.tokens)}i", *contents.tokens)
-    return {"tokens": tokens, **{name: value.astype("<f4").tobytes() for name, value in contents.basis.items()}}
+    return {"tokens": tokens, **{n: value.astype(_kind(n)[1]).tobytes() for n, value in contents.basis.items()}}
+
+
+def _kind(name: str) -> tuple[str, str]:
+    """Of a tensor that is no page: its type, and that of its numbers."""
+    return ("F32", "<f4") if name.startswith("basis") else ("I32", "<i4")
 
 
 def _header(contents: Contents) -> tuple[bytes, list[tuple[str, str, list[int]]]]:
     """The bytes before the first page, and (name, dtype, shape) of the tensors behind the last one."""
-    numbers: dict[int, list[int]] = {}
-    for arena, number in contents.pages:
-        numbers.setdefault(arena, []).append(number)
+    arenas = dict.fromkeys(arena for arena, _ in contents.pages)
+    numbers = {arena: [number for own, number in contents.pages if own == arena] for arena in arenas}
     metadata = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": SELECTED if any(name.startswith("selected") for name in contents.basis) else VERSION,
         "identity": json.dumps(contents.identity),
         "about": json.dumps(contents.about),
         "pages": json.dumps({str(arena): runs(ns) for arena, ns in numbers.items()}),
@@ -364,7 +368,7 @@ def _header(contents: Contents) -> tuple[bytes, list[tuple[str, str, list[int]]]
         if padding := -at % ALIGN:  # safetensors files have no holes
             place(f"padding{arena}", "U8", [padding], padding)
     tail = [("crc32", "U32", [len(contents.pages)]), ("tokens", "I32", [len(contents.tokens)])]
-    tail += [(name, "F32", list(value.shape)) for name, value in contents.basis.items()]
+    tail += [(name, _kind(name)[0], list(value.shape)) for name, value in contents.basis.items()]
     for name, dtype, shape in tail:
         place(name, dtype, shape, 4 * math.prod(shape))
     place("digest", "U8", [32], 32)

@@ -16,16 +16,16 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import Reuse
 from kvcli.runtime.promptcache.convert import blocked, move, named
-from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.file import PromptCacheFile, foreign
 from kvcli.runtime.promptcache.found import Found, files_of
 from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.ledger import PromptLedger
 from kvcli.runtime.promptcache.lookups import Choice, Reading
-from kvcli.runtime.promptcache.pagefiles import read_page, take_rows
+from kvcli.runtime.promptcache.pagefiles import read_page, take_rows, take_selected
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
-from kvcli.runtime.promptcache.sameness import same_rows
-from kvcli.runtime.promptcache.settings import pair
+from kvcli.runtime.promptcache.sameness import same_rows, selected_by
+from kvcli.runtime.promptcache.settings import differences, pair, sentence
 from kvcli.runtime.promptcache.store import discard
 from kvcli.runtime.promptcache.userfile import UserFile
 
@@ -36,12 +36,16 @@ class FileRows:
     def __init__(self, keeper: Keeper) -> None:
         self.keeper, self.engine, self.tell = keeper, keeper.engine, keeper.tell
 
-    def named(self, user: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse, ledger: PromptLedger) -> Reuse:
+    def named(
+        self, user: UserFile, seq: Sequence, prompt: list[int], wanted: list[int], reuse: Reuse, ledger: PromptLedger
+    ) -> Reuse:
         """Rows of the file that the user named, converted where it has a larger cache type. Raises CacheFileError where
         it cannot be used and that is strict."""
         layout = self.engine.pool.layout
         try:
             with user.open(self.engine.identity()) as file:
+                if selected_by(file.contents.identity):
+                    return self._selected(file, user, seq, prompt[:-1], reuse)
                 if user.converts:
                     length = self._convert_file(file, seq, wanted, reuse.tokens, ledger)
                 else:
@@ -73,6 +77,23 @@ class FileRows:
         if shared < min(len(held), len(wanted)):
             why += "; it is left as it is"
         return self.missed(reuse, why)
+
+    def _selected(self, file: PromptCacheFile, user: UserFile, seq: Sequence, wanted: list[int], reuse: Reuse) -> Reuse:
+        """Rows that were selected of a prompt, where this one goes on from it and the policy is the same. Raises
+        CacheFileError and DoesNotFit."""
+        contents, layout = file.contents, self.engine.pool.layout
+        here = {**self.engine.identity(), "eviction": layout.selection.identity if layout.selection else "none"}
+        if user.converts or contents.identity["eviction"] != here["eviction"]:
+            raise foreign(file.path, sentence(differences(contents.identity, here, len(contents.tokens))))
+        if contents.identity["page_size"] != str(layout.page_size):
+            raise foreign(file.path, f"page size {contents.identity['page_size']}, this run has {layout.page_size}")
+        held = contents.tokens
+        if common_length(held, wanted) < len(held):
+            shared = common_length(held, wanted)
+            why = missed.diverges(str(file.path), shared, held, wanted, self.engine.text_of, len(held))
+            return self.missed(reuse, f"{why}; selected rows are of use behind all of them only")
+        length = take_selected(seq, file)
+        return Reuse(length, length, how=f"selected by {contents.identity['eviction'].removeprefix('select ')}")
 
     def _made_otherwise(self, file: PromptCacheFile) -> str:
         """Why rows of a file may have other last bits than those that this engine computes; "" = they have the same."""

@@ -33,7 +33,7 @@ from kvcli.runtime.promptcache.marks import (
     pages_of,
     settled,
 )
-from kvcli.runtime.promptcache.pagefiles import basis_arrays
+from kvcli.runtime.promptcache.pagefiles import basis_arrays, selected_arrays
 from kvcli.runtime.promptcache.prefix import PrefixTrees
 from kvcli.runtime.promptcache.prefixpages import covers, needed
 from kvcli.runtime.promptcache.store import OWNER, PromptStore
@@ -150,6 +150,8 @@ class PromptLedger(Ledger):
     def follow(self, seq: Sequence) -> None:
         """A step of the prompt was computed. What has taken long is stored at once, lest it be lost."""
         keeper = self.keeper
+        if seq.selected:
+            return
         if self._stores(seq, self.trail.end) or (keeper.file is not None and not keeper.options.read_only):
             self.trail.follow(seq, self._there if keeper.file is None else ())
         if self.tree is not None and (leaving := self.trail.leaving(seq)):
@@ -166,7 +168,9 @@ class PromptLedger(Ledger):
 
     def prefilled(self, seq: Sequence, seconds: float) -> None:
         """All of the prompt's rows are there, after `seconds`."""
-        keeper = self.keeper
+        keeper, options = self.keeper, self.keeper.options
+        if seq.selected:  # when the rows before these were read
+            return
         if self.tree is not None:
             self.tree.insert(seq, whole=True)
         if self.counts and keeper.lookups is not None:
@@ -177,18 +181,20 @@ class PromptLedger(Ledger):
             keeper.lookups.looked_up(self.trail.end, *found)
         if self._stores(seq, seq.length):
             self.to_store(seq, seconds)
-        if keeper.file is not None and not keeper.options.save_answer and keeper.options.chat is None:
+        later = options.save_answer or (options.selected and seq.selector is not None)
+        if keeper.file is not None and not later and options.chat is None:
             self.to_file(seq, seconds)
 
     def answered(self, seq: Sequence) -> Written:
         """There will be no more rows. Where that is awaited, all is written first."""
-        keeper, self.done = self.keeper, True
+        keeper, options, self.done = self.keeper, self.keeper.options, True
         if self.tree is not None and seq.shares:
             self.tree.insert(seq)
         told = seq.shares or seq.exact is not None
-        if keeper.file is not None and keeper.options.save_answer and keeper.options.chat is None and told:
+        selects = options.selected and seq.selector is not None
+        if keeper.file is not None and options.chat is None and (selects or (options.save_answer and told)):
             self.to_file(seq, 0.0)
-        if keeper.options.awaited:
+        if options.awaited:
             keeper.wait()
         keeper.writer.pump()
         if self.counts and keeper.lookups is not None:
@@ -300,7 +306,10 @@ class PromptLedger(Ledger):
             return
         keys = sorted({**self.trail.copies, **seq.numbered()})
         identity = self.keeper.engine.identity()
-        if not seq.evicted:
+        if seq.selected:
+            assert self._layout.selection is not None
+            identity["eviction"] = self._layout.selection.identity
+        elif not seq.evicted:
             identity["eviction"] = "none"
         contents = self._contents(seq, keys, seconds, identity, {})
         held_pages = HeldPages(seq, self.trail.copies, keys)
@@ -334,7 +343,7 @@ class PromptLedger(Ledger):
         about |= {"source": options.source} if options.source else {}
         about |= {"chat": options.chat} if options.chat is not None else {}
         sizes = {arena: arenas[arena].page_bytes for arena, _ in keys}
-        basis = basis_arrays(seq.bases)
+        basis = basis_arrays(seq.bases) | selected_arrays(seq)
         return Contents(identity, seq.tokens[start:end], list(keys), sizes, basis, about, start, parent)
 
 

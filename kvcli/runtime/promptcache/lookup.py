@@ -77,8 +77,8 @@ class PromptCaches:
         began = time.perf_counter()
         reuse = self._from_memory(seq, wanted)
         if file is not None and (not file.asked or file.has_more(wanted, reuse.tokens + self._page_size)):
-            reuse = self.files.named(file, seq, wanted, reuse, ledger)
-        if self.options.store is not None and len(prompt) >= self.options.stored_from:
+            reuse = self.files.named(file, seq, prompt, wanted, reuse, ledger)
+        if self.options.store is not None and len(prompt) >= self.options.stored_from and not seq.selected:
             ledger.counts = not seq.selector or len(wanted) > 0  # else nothing could have been found
             reuse = self.files.of_store(seq, prompt, wanted, reuse, ledger)
         ledger.reuse, ledger.looked_s = reuse, time.perf_counter() - began

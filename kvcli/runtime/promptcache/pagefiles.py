@@ -12,7 +12,7 @@ import torch
 from kvcli.errors import CacheFileError
 from kvcli.kernels import Basis
 from kvcli.runtime.cache.layout import Arena, GroupLayout, KVLayout, PageKey
-from kvcli.runtime.cache.pagelist import Bases
+from kvcli.runtime.cache.pagelist import Bases, Selected
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.host.cores import usable_cpus
@@ -41,6 +41,37 @@ def take_rows(seq: Sequence, found: Found, tokens: list[int]) -> list[PromptCach
     seq.adopt(tokens, pages, bases)
     release(pool, pages)
     return files
+
+
+def take_selected(seq: Sequence, file: PromptCacheFile) -> int:
+    """Make the empty `seq` have the rows that were selected of a prompt, as the file has them; how many tokens that is.
+    Raises CacheFileError and DoesNotFit, with nothing changed."""
+    pool, contents = seq.pool, file.contents
+    size, length = pool.layout.page_size, len(contents.tokens)
+    selected = {}
+    for name, array in contents.basis.items():
+        kind, *numbers = name.split(".")
+        if kind != "selected":
+            continue
+        (group, below), layout = map(int, numbers), pool.layout.groups
+        if not 0 <= group < len(layout) or not 0 < array.shape[-1] < below <= length or below % size:
+            raise damaged(file.path, "its selected rows make no sense")
+        if array.shape[:-1] != (len(layout[group].layers), layout[group].kv_heads):
+            raise damaged(file.path, "its selected rows are those of another model")
+        selected[group] = Selected(array.shape[-1], below, torch.from_numpy(array.astype(np.int32)).to(pool.device))
+    pages = load_pages(pool, {key: [Piece(file, key, size, 0, size, 0)] for key in contents.pages})
+    bases = bases_of(contents.basis, pool.layout, length, pool.device)
+    seq.adopt(contents.tokens, pages, bases, selected=selected)
+    if seq.selector:
+        seq.selector.restored(length)
+    release(pool, pages)
+    return length
+
+
+def selected_arrays(seq: Sequence) -> dict[str, np.ndarray]:
+    """What a file keeps of the choice of rows: positions, int32 [layers, kv_heads, rows], named by group, and by the
+    position of the first row that was not asked about."""
+    return {f"selected.{g}.{rows.below}": rows.positions.cpu().numpy() for g, rows in seq.selected.items()}
 
 
 def release(pool: PagePool, pages: Mapping[PageKey, int]) -> None:

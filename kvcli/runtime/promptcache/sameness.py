@@ -75,10 +75,18 @@ def same_rows(found: Identity, here: Identity) -> int:
 def unevicted(identity: Identity) -> int:
     """How many of the first rows see all that is before them; 0 where nonsense is said."""
     try:
+        if selected_by(identity):
+            return 0
         evicting = retention_of(identity)
     except (KeyError, ValueError):
         return 0
     return evicting.whole if evicting else ALL
+
+
+def selected_by(identity: Identity) -> str:
+    """The field `eviction` of rows that were selected by score; "" = they were not."""
+    text = identity.get("eviction", "none")
+    return text if text.startswith("select ") else ""
 
 
 def retention_of(identity: Identity) -> Retention | None:
@@ -94,10 +102,14 @@ def evict_options(text: str) -> EvictOptions:
     """The options behind the field `eviction` of an identity. Raises ValueError."""
     if text == "none":
         return FORGET_NOTHING
-    *name, word, keep, _, window = text.split()
-    if word != "keep":
-        raise ValueError(text)
     try:
+        if text.startswith("select "):
+            _, policy, budget = text.split()
+            eviction.policy(policy)
+            return EvictOptions(policy, budget=budget)
+        *name, word, keep, _, window = text.split()
+        if word != "keep":
+            raise ValueError(text)
         policy = name[0] if name else "sink"
         eviction.policy(policy)
         return EvictOptions(policy, int(window), int(keep))

@@ -23,10 +23,11 @@ from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.cli.sinks import NoSink
 from kvcli.errors import CacheFileError, OutputError, UsageError
 from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.runtime.cache import eviction
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.words import counted
 
-KEEPS_ALL = "rows are selected when an answer begins, and the file has those of the prompt"
+NOT_KEPT = "it goes by what all queries before have looked at, which a file does not have"
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
@@ -52,14 +53,18 @@ def build(
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated."""
+    """Prefill a prompt and store its cache in a file for kv run --prompt-cache; nothing is generated.
+
+    With --budget the file has the rows that were selected; other prompts go on from them with the same options.
+    """
     if chunks:
         _check_chunks(prompt, instruction, out, mark)
     elif out is None:
         raise UsageError("--output is missing", "name the file to create: -o FILE")
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
-        evicting = evict.options(cache.page_size, scored=KEEPS_ALL)
+        scorer = eviction.policy(evict.evict).scorer
+        evicting = evict.options(cache.page_size, scored=NOT_KEPT if scorer and scorer().remembers else "")
         question = (replace(prompt, no_stdin=True) if chunks else prompt).question(instruction, system, invocation)
         cache_options, file = cache.options(evicting), writable(out) if out else Path()
         load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
@@ -80,7 +85,7 @@ def build(
         marks = question.marks(loaded.text, ids, mark or [], "--mark")
         engine, options = engines.engine_of(loaded, invocation, len(ids)), settle(loaded, SampleOptions(max_tokens=0))
         kept = PromptCacheOptions(
-            file=file, strict=True, replace=force, awaited=True, source=prompt.source,
+            file=file, strict=True, replace=force, awaited=True, selected=True, source=prompt.source,
             lead=question.text(loaded.text, ids)[0],
         )  # fmt: skip
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:

@@ -21,6 +21,7 @@ from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import CacheFileError, CheckFailed, UsageError
 from kvcli.runtime.promptcache.file import PromptCacheFile
+from kvcli.runtime.promptcache.sameness import selected_by
 from kvcli.words import counted
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ def _recomputed(
                 raise UsageError(
                     f"it begins at token {opened.contents.start:,}", "only what begins at token 0 can be computed again"
                 )
+            if selected_by(opened.contents.identity):
+                raise UsageError("its rows were selected by score", "what is not there cannot be compared")
             engine = _engine_for(opened.contents.identity, model.options(invocation.offline), invocation, interrupts)
             found = comparing.recompute(engine, opened, pages, tol)
         except UsageError as error:

@@ -43,6 +43,7 @@ kv eval -m model.gguf
 kv eval needles facts --tokens 1k,4k -ct f16,int8,int4
 kv eval --with "--evict sink --window 512" --with "-ct int4 --evict sink --window 512" -f text.txt
 kv eval recall --depths 0,50,100 --trials 10 -ct f16,int4
+kv eval needles --ask-later --with "--evict kvzip --budget 50%" --with "--evict snapkv --budget 50%"
 kv eval --plot eval.svg
 kv eval throughput --tokens 1k,4k --parallel 1,4,16 -ct f16,int4 --plot rates.svg
 """
@@ -126,6 +127,13 @@ class TaskFlags:
         ),
     ] = None
     seed: Annotated[int, _option("-s", "--seed", metavar="N", help="Random seed of the questions.")] = 0
+    later: Annotated[
+        bool,
+        _option(
+            "--ask-later",
+            help="Let the text be read, and rows be forgotten, before the question comes, as in a second turn.",
+        ),
+    ] = False
     plot: Annotated[
         str | None,
         _option("--plot", metavar="FILE", help="Also draw the results (.svg, .png).", callback=checked(plot.check)),
@@ -200,7 +208,7 @@ def evaluate(
         opened = [first, *(_beside(first, each, examples) for each in compared[1:])]
         for each, engine in zip(compared, opened, strict=True):
             warn_of_layout(engine.loaded, engine.layout, each.name, longest, invocation)
-        cells = _measure(opened, compared, examples, invocation)
+        cells = _measure(opened, compared, examples, what.later, invocation)
     if what.plot:
         plot.draw(what.plot, cells)
     if json:
@@ -240,14 +248,14 @@ def _beside(first: Engine, compared: Compared, examples: list[Example]) -> Engin
 
 
 def _measure(
-    opened: list[Engine], compared: list[Compared], examples: list[Example], invocation: Invocation
+    opened: list[Engine], compared: list[Compared], examples: list[Example], later: bool, invocation: Invocation
 ) -> list[Cell]:
     """A cell for each setting, length and task, in this order."""
     from kvcli.runtime.evaluate import answers
 
     cells: dict[tuple[str, int, str], Cell] = {}
     with render.Progress(invocation, unit="tokens") as progress:
-        for example, found in answers.compare(opened, examples, progress):
+        for example, found in answers.compare(opened, examples, progress, later):
             for each, answer in zip(compared, found, strict=True):
                 key = each.name, example.tokens, example.name
                 cells.setdefault(key, Cell(each, example.task, example.tokens, example.depth)).add(example, answer)

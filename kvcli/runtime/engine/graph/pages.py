@@ -37,7 +37,7 @@ from kvcli.runtime.config import WINDOWED
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
 
-PAGES_EACH = 4  # for a share to be worth a program
+PAGES_EACH, CHOSEN_EACH = 4, 2  # for a share to be worth a program, of all pages or of chosen ones
 EDGES_EACH = 8  # of a block of queries, beside one for each page and class
 
 
@@ -184,11 +184,12 @@ class GroupTables:
 
     def parts(self, bucket: int) -> int:
         """Programs that one query, or one block of them, has, of each head, where it sees up to `bucket` rows."""
-        group, turns = self.group, self.lists.turns
+        group, turns, pages = self.group, self.lists.turns, PAGES_EACH
         seen = min(bucket, group.window) if group.window else bucket
         if self.chosen:
             seen = min(bucket, attending.most_pages(AttendOptions(self.chosen)) * group.page_size)
-        splits = 1 if self.alike else max(1, min(self.each, seen // (PAGES_EACH * group.page_size)))
+            pages = CHOSEN_EACH
+        splits = 1 if self.alike else max(1, min(self.each, seen // (pages * group.page_size)))
         if self.rows == 1:
             return min(self.most, part_count(splits, group.sealed, turns))
         others = (1 + 2 * group.sealed) * (1 + turns) + turns  # edges and open pages of a block, its turned entries

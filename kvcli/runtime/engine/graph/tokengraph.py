@@ -16,6 +16,7 @@ from kvcli.kernels import ExpertLayer
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.choosing import score_token
 from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
@@ -182,11 +183,14 @@ class TokenGraph(NextToken):
         pages, qkv = self._pages.layers[layer], self._project(inner.qkv, self.projected[i])
         how = normed_together(qkv, how, pages.record.dim_k)
         tables, _ = self._pages.of(layer)
-        queries = prepare(qkv, how, pages, self._queries[layer], pdl)
+        chooses = tables.chosen > 0
+        if chooses:
+            score_token(qkv, how, pages, tables.entries(bucket), LEADING if pdl else SERIAL)
+        queries = prepare(qkv, how, pages, self._queries[layer], BESIDE if chooses and pdl else pdl)
         if pages.open is not None and not tables.group.tail:  # the query reads its own row sealed
             seal_step(pages, pdl, by_row=True)
         partials = self._partials_of(layer, tables.parts(bucket))
-        attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket))
+        attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket), scored=chooses)
         noted = pages.lists.noted is not None
         found = combine(
             partials, pages, None if inner.gate else self.heads[i], LEADING if noted and pdl else pdl, how.sinks
