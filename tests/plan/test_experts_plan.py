@@ -82,7 +82,7 @@ def test_a_token_reads_the_experts_that_it_has_and_no_layer_that_is_not_run():
     file = GGUFFile.open(tiny.make("glm4moe-ahead").path)
     config = from_gguf(file.metadata, {name: x.shape for name, x in file.tensors.items()})
     counted = footprint.weights_of_tensors(file.tensors, config, CPU)
-    run = {name: x.nbytes for name, x in file.tensors.items() if ".nextn." not in name}
+    run = {name: x.nbytes for name, x in file.tensors.items() if not name.startswith("blk.2.")}
     experts = sum(nbytes for name, nbytes in run.items() if "_exps" in name)
     assert counted.packed == sum(run.values()) < sum(x.nbytes for x in file.tensors.values())
     assert counted.read == counted.packed - run["token_embd.weight"] - experts + experts * 3 // 8
