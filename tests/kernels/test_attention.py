@@ -1,7 +1,7 @@
 """Storing rows in pages and attending to them: both backends against a dense float64 computation.
 
 Pages start full of NaN, and only rows that a query may see are stored: whatever is read beyond them poisons the
-result. The windows, starts and lengths sit around the edges of pages and of spans (4 pages, see cpu.c).
+result. The windows, starts and lengths sit around the edges of pages and of spans (256 positions, see cpu.c).
 """
 
 from __future__ import annotations
@@ -126,6 +126,18 @@ def test_attention_is_right_and_queries_do_not_depend_on_each_other(dims: tuple[
         for i, n in ((0, 7), (7, 10), (2, 16)):  # other ways to cut the chunk
             if i + n <= case.n:
                 assert same_bits(case.run(ops, kv, i, n), chunk[i : i + n]), (where, i, n)
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("dims", ((64, 64), (72, 72), (192, 128)), ids=str)
+def test_sums_do_not_depend_on_the_size_of_pages(dims: tuple[int, int], name: str):
+    ops = backend(name)
+    for start, n, window in ((0, 70, 0), (300, 1, 0), (300, 40, 100), (700, 1, 300)):
+        found = []
+        for size in (16, 32, 64, 128, 256):
+            case = Case(record(2, *dims, "f16", "bf16", size), 6, start, n, window)
+            found.append(case.run(ops, case.cache(ops)))
+        assert all(same_bits(each, found[0]) for each in found[1:]), (start, n, window)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

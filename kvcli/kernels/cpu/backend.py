@@ -154,7 +154,7 @@ class NativeBackend:
         if chosen is None:
             raise UsageError(f"this processor cannot run the {isa} kernels", "unset KV_CPU_ISA, or name another one")
         self.isa = chosen.decode()
-        self.sums_by_page = True
+        self.sums_by_page = False
         self.exact = exact or not self._lib.kv_has_fixed()
         self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}

@@ -1,6 +1,7 @@
 /* Causal attention over the entries of a paged cache. Included by cpu_body.h.
  *
- * The queries of all heads of a key-value group, and in prefill of QUERY_BLOCK tokens, walk the entries together. Few
+ * The queries of all heads of a key-value group, and in prefill of QUERY_BLOCK tokens, walk the entries together, LOOK_ROWS
+ * positions at a time: a softmax is of all rows among these, so sums do not depend on the size of pages. Few
  * queries read packed rows, each once for QUERY_ROWS of them; many read floats, into which a page is decoded first. Both
  * are the same sums (cpu_codecs.h). Scales of rows are multiplied into scores and weights, and the middle of a grid of
  * codes is taken off the sums. Where the processor multiplies bytes (cpu_keys.h), products with keys of 8 or 4 bits are
@@ -24,6 +25,7 @@ typedef struct {
     int64_t *mass; /* see kv_part; NULL = nothing is noted */
     int64_t ld_mass, since, largest;
     int64_t group, padded; /* query heads of a KV head; slots of a page, in whole vectors */
+    int64_t most_pieces;   /* entries that have some of the same LOOK_ROWS positions, at most */
     int64_t dkp, dvp, stride, ld_query; /* floats of a key, a value, a row's state and a prepared query, padded */
     int64_t multiples; /* where a prepared query has its multiples, for closed pages; 0 = keys are floats */
     int64_t second; /* where it has what is multiplied with values, [dvp], and the sum of that; 0 = nothing */
@@ -36,16 +38,22 @@ typedef struct {
     uint8_t *read;      /* whether an entry is read, [choice blocks, kv_heads, n_entries]; NULL = all are (cpu_choosing.h) */
 } NAME(attn_args);
 
-typedef struct { /* the slots of an entry that are read, for one head */
+typedef struct { /* slots [lo, hi) of an entry, those that are read of LOOK_ROWS positions, for one head */
+    const kv_entry *entry;
+    int64_t lo, hi, at; /* `at`: the slot that would be the first of these positions */
     const uint8_t *k, *v;
     int64_t k_row, v_row;
     const NAME(reader) *read_k, *read_v;
-    float *k_scale, *v_scale; /* of each slot */
+    float k_scale[LOOK_ROWS], v_scale[LOOK_ROWS]; /* of each position */
     float middle_k, middle_v;
     const float *cos, *sin; /* where keys lack a mean: of each CENTRE_ROWS slots */
-    int centred;
+    int centred, turned;
     const uint8_t *folded; /* the keys for products in integers; NULL = there are none */
-} NAME(page_view);
+} NAME(piece);
+
+typedef struct { /* room for scores of QUERY_ROWS queries, [QUERY_ROWS, LOOK_ROWS] each */
+    float *raw, *also, *scores;
+} NAME(look_room);
 
 /* Slots of an entry that a query at `pos` sees, sets [*lo, *hi); returns whether there are any. */
 INLINE int NAME(seen)(const kv_entry *e, int64_t window, int64_t pos, int64_t *lo, int64_t *hi) {
@@ -55,8 +63,21 @@ INLINE int NAME(seen)(const kv_entry *e, int64_t window, int64_t pos, int64_t *l
     return e->since <= pos && pos < e->until && *lo < *hi;
 }
 
+/* The same of a piece of an entry. */
+INLINE int NAME(sees)(const NAME(piece) *t, int64_t window, int64_t pos, int64_t *lo, int64_t *hi) {
+    int there = NAME(seen)(t->entry, window, pos, lo, hi);
+    *lo = *lo > t->lo ? *lo : t->lo, *hi = *hi < t->hi ? *hi : t->hi;
+    return there && *lo < *hi;
+}
+
 /* The span that an entry belongs to; it depends on positions alone, so that sums are the same ones whatever else is there. */
-INLINE int64_t NAME(span_of)(const kv_paged *kv, const kv_entry *e) { return e->first / (SPAN_PAGES * kv->page_size); }
+INLINE int64_t NAME(span_of)(const kv_entry *e) { return e->first / SPAN_ROWS; }
+
+/* The first position of those that are looked at with an entry's first ones; of larger pages they begin at the page. */
+INLINE int64_t NAME(look_of)(const kv_paged *kv, const kv_entry *e) {
+    int64_t rows = kv->page_size > LOOK_ROWS ? kv->page_size : LOOK_ROWS;
+    return e->first / rows * rows;
+}
 
 /* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
 INLINE void NAME(merge)(float *m, float *l, float *acc, float pm, float pl, const float *pacc, int64_t dvp) {
@@ -171,131 +192,56 @@ INLINE void NAME(prepare_all)(const NAME(attn_args) *a, int64_t head, int64_t t0
 /* Floats that they take. */
 INLINE int64_t NAME(prepared_floats)(const NAME(attn_args) *a, int64_t rows) { return (a->turned ? 2 : 1) * rows * a->ld_query; }
 
-/* ---- one page ----------------------------------------------------------------------------------------------------- */
-
-/* Scores of the mean at the place of slot j. */
-INLINE float NAME(mean_score)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, int64_t j) {
-    int64_t half = a->kv->rope_half, at = j / CENTRE_ROWS * half, i = 0;
-    const float *with_cos = query + a->dkp + 2, *with_sin = with_cos + half;
-    float rest = query[a->dkp + 1];
-    vf sum = {0};
-    for (; i + VL <= half; i += VL) {
-        sum = FMA(LOAD(with_cos + i), LOAD(t->cos + at + i), sum);
-        sum = FMA(LOAD(with_sin + i), LOAD(t->sin + at + i), sum);
-    }
-    for (; i < half; i++) rest += with_cos[i] * t->cos[at + i] + with_sin[i] * t->sin[at + i];
-    return NAME(hsum)(sum) + rest;
-}
-
-/* Products of a query with slots [lo, hi), in place: to scores, which go to `noted` too where that is not NULL, then to weights
- * of the values. Returns the sum of these; *old is what the state before is multiplied by. */
-INLINE float NAME(softmax)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *query, float *scores, float *noted,
-                           int64_t lo, int64_t hi, float *m, float *l, float *old) {
-    int64_t from = lo / VL * VL;
-    float top = *m, bias = 0, middle = t->middle_k * query[a->dkp];
-    vi lane;
-    for (int i = 0; i < VL; i++) lane[i] = i;
-    vf tops = SPLAT(top);
-    for (int64_t j = from; j < hi; j += VL) {
-        if (t->centred && (j == from || j % CENTRE_ROWS == 0)) bias = NAME(mean_score)(a, t, query, j);
-        vf s = ((LOAD(scores + j) - middle) * LOAD(t->k_scale + j) + bias) * a->scale;
-        if (a->softcap > 0)
-            for (int i = 0; i < VL; i++) s[i] = a->softcap * tanhf(s[i] / a->softcap);
-        vi unseen = (lane + (int32_t)j < (int32_t)lo) | (lane + (int32_t)j >= (int32_t)hi);
-        s = (vf)(((vi)s & ~unseen) | ((vi)SPLAT(-INFINITY) & unseen));
-        STORE(scores + j, s);
-        if (noted) STORE(noted + j, s);
-        vi higher = s > tops;
-        tops = (vf)(((vi)s & higher) | ((vi)tops & ~higher));
-    }
-    for (int i = 0; i < VL; i++) top = tops[i] > top ? tops[i] : top;
-    *old = *m == -INFINITY ? 0.0f : NAME(exp)(SPLAT(*m - top))[0];
-    vf sums = {0}, weights = {0};
-    for (int64_t j = from; j < hi; j += VL) {
-        vf p = NAME(exp)(LOAD(scores + j) - top), w = p * LOAD(t->v_scale + j);
-        STORE(scores + j, w);
-        sums += p, weights += w;
-    }
-    *l = *l * *old + NAME(hsum)(sums);
-    *m = top;
-    return NAME(hsum)(weights);
-}
-
-/* Add products with the values of slots [lo, hi) to those with the keys. `also`: room for as many. */
-INLINE void NAME(add_second)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *scores, float *also,
-                             int n, int64_t lo, int64_t hi) {
-    t->read_v->dots[n - 1](t->v, t->v_row, lo, hi, a->dvp / 4, queries + a->second, a->ld_query, also, a->padded);
-    for (int r = 0; r < n; r++) {
-        float middle = t->middle_v * queries[r * a->ld_query + a->second + a->dvp];
-        float *to = scores + r * a->padded, *from = also + r * a->padded;
-        for (int64_t j = lo / VL * VL; j < hi; j += VL) STORE(to + j, LOAD(to + j) + (LOAD(from + j) - middle) * LOAD(t->v_scale + j));
-    }
-}
-
-/* `n` rows, which see slots [lo, hi), look at a page: queries [n, ld_query], states [n, stride], scores [2 n, padded]; `noted`:
- * where those of the first row go, NULL = nowhere. */
-INLINE void NAME(look)(const NAME(attn_args) *a, const NAME(page_view) *t, const float *queries, float *state, float *scores,
-                       float *noted, int n, int64_t lo, int64_t hi) {
-    float old[QUERY_ROWS], start[QUERY_ROWS];
-    if (t->folded)
-        int_keys->dots(t->folded, lo, hi, a->kv->dim_k, (const kv_multiples *)(queries + a->multiples),
-                       a->ld_query * (int64_t)sizeof(float), n, scores, a->padded);
-    else
-        t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, scores, a->padded);
-    if (a->second) NAME(add_second)(a, t, queries, scores, scores + n * a->padded, n, lo, hi);
-    for (int r = 0; r < n; r++) {
-        float *end = state + r * a->stride + a->dvp;
-        float *note = noted ? noted + r * a->kv->n_entries * a->padded : NULL;
-        float sum = NAME(softmax)(a, t, queries + r * a->ld_query, scores + r * a->padded, note, lo, hi, end, end + 1, old + r);
-        start[r] = -(t->middle_v * sum);
-    }
-    t->read_v->mix[n - 1](t->v, t->v_row, lo, hi, a->dvp / 4, scores, a->padded, old, start, state, a->stride);
-}
-
-INLINE void NAME(row_scales)(const uint8_t *scales, float fixed, int64_t lo, int64_t hi, float *out, int64_t padded) {
-    if (!scales)
-        for (int64_t j = 0; j < padded; j++) out[j] = fixed;
-    for (int64_t j = lo; scales && j < hi; j++) out[j] = HALF(scales + 2 * j);
-}
-
-/* The page of an entry, of which slots [lo, hi) are looked at; `many`: it is decoded into `keys` and `values`. */
-INLINE void NAME(open_page)(const NAME(attn_args) *a, const kv_entry *e, int64_t head, int64_t lo, int64_t hi, int many,
-                            float *keys, float *values, NAME(page_view) *t) {
-    const kv_paged *kv = a->kv;
-    const kv_class *of = e->open ? &kv->open : &kv->closed;
-    const kv_record *rec = &of->record;
-    const kv_codec *codec_k = &rec->codec_k, *codec_v = &rec->codec_v;
-    const uint8_t *r = (const uint8_t *)(intptr_t)e->address + of->offset + head * rec->bytes;
-    int64_t place = e->place * kv->page_size / CENTRE_ROWS * kv->rope_half;
-    t->k = r, t->v = r + rec->v_offset, t->k_row = rec->k_row, t->v_row = rec->v_row;
-    t->read_k = NAME(reader_of)(codec_k), t->read_v = NAME(reader_of)(codec_v);
-    t->middle_k = NAME(middle)(codec_k), t->middle_v = NAME(middle)(codec_v);
-    t->centred = kv->centre && !e->open, t->cos = kv->cos + place, t->sin = kv->sin + place;
-    NAME(row_scales)(rec->k_scales ? r + rec->k_scales : NULL, (kv->static_k && !e->open ? kv->static_k[head] : 1.0f) * FP8_FACTOR(codec_k),
-                     lo, hi, t->k_scale, a->padded);
-    NAME(row_scales)(rec->v_scales ? r + rec->v_scales : NULL, (kv->static_v && !e->open ? kv->static_v[head] : 1.0f) * FP8_FACTOR(codec_v),
-                     lo, hi, t->v_scale, a->padded);
-    t->folded = NULL;
-    if (a->multiples && !e->open) {
-        int_keys->fold(t->k, t->k_row, lo, hi, kv->dim_k, codec_k->bits, (uint8_t *)keys);
-        t->folded = (const uint8_t *)keys, t->middle_k = 0;
-    } else if (many || a->dkp != kv->dim_k) {
-        t->read_k->rows(t->k, t->k_row, lo, hi, codec_k, kv->dim_k, keys, a->dkp);
-        t->k = (const uint8_t *)keys, t->k_row = a->dkp * sizeof(float), t->read_k = &NAME(read_f32);
-    }
-    if (many || a->dvp != kv->dim_v) {
-        t->read_v->rows(t->v, t->v_row, lo, hi, codec_v, kv->dim_v, values, a->dvp);
-        t->v = (const uint8_t *)values, t->v_row = a->dvp * sizeof(float), t->read_v = &NAME(read_f32);
-    }
-}
-
+#include "cpu_look.h"
 #include "cpu_choosing.h"
 
 /* ---- all entries --------------------------------------------------------------------------------------------------- */
 
+/* Rows of decoded keys that the entries of LOOK_ROWS positions take together. */
+INLINE int64_t NAME(piece_rows)(const NAME(attn_args) *a) {
+    return a->most_pieces * (a->kv->page_size < LOOK_ROWS ? a->padded : LOOK_ROWS);
+}
+
 /* Floats of scratch that `attend` needs. */
 INLINE size_t NAME(attend_floats)(const NAME(attn_args) *a, int64_t rows) {
-    return (size_t)(a->padded * (a->dkp + a->dvp + 2 + 2 * QUERY_ROWS) + rows * a->stride);
+    return (size_t)(NAME(piece_rows)(a) * (a->dkp + a->dvp) + 3 * QUERY_ROWS * LOOK_ROWS + rows * a->stride) +
+           (size_t)a->most_pieces * sizeof(NAME(piece)) / sizeof(float) + 16;
+}
+
+/* The pieces of entries [e, end) that queries at [first, last] see of LOOK_ROWS positions from `position` on; *looked: whether they
+ * see any, which may be left out. */
+INLINE int64_t NAME(open_pieces)(const NAME(attn_args) *a, const kv_entry *e, const kv_entry *end, int64_t position, int64_t head,
+                                 int64_t first, int64_t last, const uint8_t *read, int many, float *keys, float *values,
+                                 NAME(piece) *pieces, int *looked) {
+    int64_t n = 0, lo, hi, from, to, rows = 0;
+    for (; e < end; e++) {
+        if (last < e->since || first >= e->until) continue;
+        NAME(seen)(e, a->window, first, &lo, &to); /* the oldest row that one of these queries sees */
+        NAME(seen)(e, a->window, last, &from, &hi); /* and the newest */
+        lo = position - e->first > lo ? position - e->first : lo;
+        hi = position + LOOK_ROWS - e->first < hi ? position + LOOK_ROWS - e->first : hi;
+        if (lo >= hi) continue;
+        *looked = 1;
+        if (read && !read[e - a->kv->entries]) continue;
+        NAME(open_piece)(a, e, position, head, lo, hi, many, keys + rows * a->dkp, values + rows * a->dvp, pieces + n++);
+        rows += TOUCHED(lo, hi);
+    }
+    return n;
+}
+
+/* How many of `rows` rows from row r on see the same slots of all pieces. */
+INLINE int NAME(alike)(const NAME(attn_args) *a, const NAME(piece) *pieces, int64_t n_pieces, int64_t first, int64_t r, int64_t rows) {
+    int64_t lo, hi, from, to;
+    int n = 1;
+    for (; n < QUERY_ROWS && r + n < rows; n++) {
+        if ((r + n) / a->group == r / a->group) continue; /* a head of the same token */
+        for (const NAME(piece) *t = pieces; t < pieces + n_pieces; t++) {
+            int one = NAME(sees)(t, a->window, first + r / a->group, &lo, &hi);
+            int other = NAME(sees)(t, a->window, first + (r + n) / a->group, &from, &to);
+            if (one != other || (one && (lo != from || hi != to))) return n;
+        }
+    }
+    return n;
 }
 
 /* Prepared queries of tokens [t0, t1) x the group of one KV head over entries [e0, e1), span by span; state [rows, stride] is
@@ -304,41 +250,35 @@ INLINE size_t NAME(attend_floats)(const NAME(attn_args) *a, int64_t rows) {
 static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int64_t t1, int64_t e0, int64_t e1,
                          const float *queries, float *state, int each, float *noted, float *work) {
     const kv_paged *kv = a->kv;
-    int64_t rows = (t1 - t0) * a->group, first = a->start + t0, last = a->start + t1 - 1;
+    int64_t rows = (t1 - t0) * a->group, first = a->start + t0, last = a->start + t1 - 1, decoded = NAME(piece_rows)(a);
     int many = rows > 2 * QUERY_ROWS;
-    float *keys = work, *values = keys + a->padded * a->dkp, *scores = values + a->padded * a->dvp;
-    NAME(page_view) t = {.k_scale = scores + 2 * QUERY_ROWS * a->padded, .v_scale = scores + (2 * QUERY_ROWS + 1) * a->padded};
-    float *part = each ? state : t.v_scale + a->padded;
+    float *keys = work, *values = keys + decoded * a->dkp, *raw = values + decoded * a->dvp;
+    NAME(look_room) room = {raw, raw + QUERY_ROWS * LOOK_ROWS, raw + 2 * QUERY_ROWS * LOOK_ROWS};
+    NAME(piece) *pieces = (NAME(piece) *)(((uintptr_t)(raw + 3 * QUERY_ROWS * LOOK_ROWS) + 63) / 64 * 64);
+    float *part = each ? state : (float *)(pieces + a->most_pieces);
     const uint8_t *read = a->read ? a->read + ((a->start % CHOICE_BLOCK + t0) / CHOICE_BLOCK * kv->kv_heads + head) * kv->n_entries : NULL;
     if (many || a->dkp != kv->dim_k || a->dvp != kv->dim_v) /* what is behind the dims */
-        memset(work, 0, (size_t)(a->padded * (a->dkp + a->dvp)) * sizeof(float));
-    memset(t.k_scale, 0, (size_t)(2 * a->padded) * sizeof(float));
+        memset(work, 0, (size_t)(decoded * (a->dkp + a->dvp)) * sizeof(float));
     if (!each) NAME(nothing)(state, rows, a->stride);
-    for (const kv_entry *e = kv->entries + e0, *end = kv->entries + e1; e < end;) {
-        int64_t span = NAME(span_of)(kv, e), lo, hi, from, to;
-        int looked = 0;
-        for (; e < end && NAME(span_of)(kv, e) == span; e++) {
-            if (last < e->since || first >= e->until) continue;
-            NAME(seen)(e, a->window, first, &lo, &to); /* the oldest row that one of these queries sees */
-            NAME(seen)(e, a->window, last, &from, &hi); /* and the newest */
-            if (lo >= hi) continue;
-            if (!looked++) NAME(nothing)(part, rows, a->stride);
-            if (read && !read[e - kv->entries]) continue;
-            const float *these = queries + (e->turned && a->turned ? rows * a->ld_query : 0);
-            NAME(open_page)(a, e, head, lo, hi, many, keys, values, &t);
-            for (int64_t r = 0, n; r < rows; r += n) {
-                int64_t more, less;
-                int sees = NAME(seen)(e, a->window, first + r / a->group, &from, &to);
-                for (n = 1; n < QUERY_ROWS && r + n < rows; n++) {
-                    int also = NAME(seen)(e, a->window, first + (r + n) / a->group, &more, &less);
-                    if (also != sees || more != from || less != to) break;
+    for (const kv_entry *e = kv->entries + e0, *end = kv->entries + e1, *next; e < end;) {
+        int64_t span = NAME(span_of)(e);
+        int any = 0;
+        for (; e < end && NAME(span_of)(e) == span; e = next) {
+            int64_t position = NAME(look_of)(kv, e), beyond = position + (kv->page_size > LOOK_ROWS ? kv->page_size : LOOK_ROWS);
+            for (next = e; next < end && next->first < beyond;) next++;
+            for (; position < beyond; position += LOOK_ROWS) {
+                int looked = 0;
+                int64_t n_pieces = NAME(open_pieces)(a, e, next, position, head, first, last, read, many, keys, values, pieces, &looked);
+                if (looked && !any++) NAME(nothing)(part, rows, a->stride);
+                for (int64_t r = 0, n; n_pieces && r < rows; r += n) {
+                    n = NAME(alike)(a, pieces, n_pieces, first, r, rows);
+                    NAME(look)(a, pieces, n_pieces, queries + r * a->ld_query, rows * a->ld_query, part + r * a->stride, &room,
+                               noted ? noted + r * kv->n_entries * a->padded : NULL, (int)n, first + r / a->group);
                 }
-                float *note = noted ? noted + (r * kv->n_entries + (e - kv->entries)) * a->padded : NULL;
-                if (sees) NAME(look)(a, &t, these + r * a->ld_query, part + r * a->stride, scores, note, (int)n, from, to);
             }
         }
-        if (each && looked) part += rows * a->stride;
-        for (int64_t r = 0; !each && looked && r < rows; r++) {
+        if (each && any) part += rows * a->stride;
+        for (int64_t r = 0; !each && any && r < rows; r++) {
             float *s = state + r * a->stride, *p = part + r * a->stride;
             NAME(merge)(s + a->dvp, s + a->dvp + 1, s, p[a->dvp], p[a->dvp + 1], p, a->dvp);
         }
@@ -420,7 +360,7 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
     a->spans = malloc((kv->n_entries + 1) * sizeof(int64_t));
     if (!a->spans) abort();
     for (int64_t i = 0; i < kv->n_entries; i++) {
-        int64_t span = NAME(span_of)(kv, kv->entries + i);
+        int64_t span = NAME(span_of)(kv->entries + i);
         if (span != latest && NAME(seen)(kv->entries + i, a->window, a->start, &lo, &hi)) a->spans[a->n_spans++] = i, latest = span;
     }
     a->spans[a->n_spans] = kv->n_entries;
@@ -433,6 +373,16 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
     if (notes) a->noted = a->prepared + kv->kv_heads * each + 2 * a->dkp;
     for (int64_t head = 0; head < kv->kv_heads; head++)
         NAME(prepare_all)(a, head, 0, a->group, a->prepared + head * each, a->prepared + kv->kv_heads * each);
+}
+
+/* The most entries that have some of the same LOOK_ROWS positions. */
+static int64_t NAME(most_together)(const kv_paged *kv) {
+    int64_t most = 1;
+    for (int64_t i = 0, from = 0; i < kv->n_entries; i++) {
+        if (NAME(look_of)(kv, kv->entries + i) != NAME(look_of)(kv, kv->entries + from)) from = i;
+        most = i + 1 - from > most ? i + 1 - from : most;
+    }
+    return most;
 }
 
 static void NAME(attention)(const float *q, int64_t ldq, const float *turned, int64_t ld_turned, int64_t heads, int64_t window,
@@ -448,7 +398,7 @@ static void NAME(attention)(const float *q, int64_t ldq, const float *turned, in
                              p->mass, p->ld_mass, p->since, p->largest};
         a.group = heads / kv->kv_heads, a.padded = (kv->page_size + VL - 1) / VL * VL;
         a.dkp = (kv->dim_k + 4 * VL - 1) / (4 * VL) * (4 * VL), a.dvp = (kv->dim_v + 4 * VL - 1) / (4 * VL) * (4 * VL);
-        a.stride = a.dvp + 2;
+        a.stride = a.dvp + 2, a.most_pieces = NAME(most_together)(kv);
         NAME(lay_out_query)(&a);
         a.n_blocks = (p->start % QUERY_BLOCK + p->rows + QUERY_BLOCK - 1) / QUERY_BLOCK;
         a.first_task = tasks;

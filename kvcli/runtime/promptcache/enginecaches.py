@@ -73,8 +73,8 @@ def computed_on(loaded: Loaded) -> str:
 
 def sums(loaded: Loaded, layout: KVLayout) -> str:
     """What decides the last bits of a row besides: where kernels add up page by page, how the cache is cut into pages,
-    and on a GPU what the policy keeps, too, as its lists are others then. "" where the bits follow from other things,
-    which no two runs need have in common: then rows are of use to all."""
+    and on a GPU what the policy keeps, too, as its lists are others then. "" where neither decides anything, or
+    the bits follow from what no two runs need have in common: then rows are of use to all."""
     ops, kept = loaded.decoder.ops, layout.retention
     if not ops.sums_by_page:
         return ""
