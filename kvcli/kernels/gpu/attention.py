@@ -213,7 +213,7 @@ def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     if parts == 4:
         if large:
             return Tiling(32, 4 if above else 2, 2, 16)
-        return Tiling(64, 2, 2, 32, 3, FIVE) if above else Tiling(64, 2, 4, 32, 3)
+        return Tiling(64, 2, 2, 32, 3, FIVE) if above else Tiling(64, 2, 3, 32, 3)
     if parts == 2:
         return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2, 32, 3, FIVE if any(c.mantissa for c in both) else 0)
     if wide:

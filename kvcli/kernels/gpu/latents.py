@@ -145,7 +145,7 @@ def _span(
             following = tl.minimum(t + 1, last)
             seen_next = seen_rows(table, following, 0, newest, TILES, BN, MASKED)
             vd_next = load_scales(address(first, False), following, seen_next, V_SCALES, TILES, BN, MASKED)
-        k = plain_tile(values - V_OFFSET, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, MASKED)
+        k = plain_tile(values, rows, seen, K_ROW, DIM_K, PAD_K, CODEC_K, MASKED, -V_OFFSET)
         if NV == 1:
             v0 = plain_tile(values, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, MASKED)
             fence_copies(M)

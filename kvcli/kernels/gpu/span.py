@@ -34,8 +34,8 @@ def edge_word(table, t, TILES: tl.constexpr, PITCH: tl.constexpr):
 @triton.jit
 def load_scales(record, t, seen, AT: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, MASKED: tl.constexpr):
     """The float16 scales of the rows of tile t, [BN]; `record`: the address of the head's record in its page."""
-    at = (record + AT).to(tl.pointer_type(tl.float16))
-    p = tl.multiple_of(at, 16) + ((t % TILES) * BN + tl.arange(0, BN))
+    at = tl.multiple_of(record.to(tl.pointer_type(tl.float16)), 16) + AT // 2  # see `plain_tile`
+    p = at + ((t % TILES) * BN + tl.arange(0, BN))
     if MASKED:
         return tl.load(p, mask=seen, other=0.0)
     else:
@@ -209,7 +209,7 @@ def span(
         if OFF_V != 0:
             weight = tl.dot(w, ones, weight * decay[:, None])
         a0, a1, a2, a3 = add_values(
-            w, decay, a0, a1, a2, a3, at + V_OFFSET, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, NV, MASKED
+            w, decay, a0, a1, a2, a3, at, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, NV, MASKED, V_OFFSET
         )
         if SCALES:
             kd = kd_next

@@ -284,30 +284,36 @@ def load_bytes(at, rows, seen, columns, PITCH: tl.constexpr, N: tl.constexpr, MA
 
 @triton.jit
 def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-               MASKED: tl.constexpr):  # fmt: skip
-    """Rows of f32, f16 or bf16 (PITCH bytes each) as float16 [BN, PAD]; what is beyond its range is clamped."""
-    # Hints are made where the pointer is: they do not pass through the arguments of a function.
+               MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
+    """Rows of f32, f16 or bf16 (PITCH bytes each), from AT bytes behind an address on, as float16 [BN, PAD]; what is
+    beyond its range is clamped.
+
+    Here and below the hint is at the address to which AT, which keeps it, is added as to a pointer: where numbers are
+    added, the compiler makes a pointer of the first one, without the hint, and reads element by element, none ahead.
+    """
     if CODEC.mantissa == 10:
         return load_units(
-            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED
         )
     elif CODEC.mantissa == 7:
         bits = load_units(
-            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16), rows, seen, PITCH // 2, DIM, PAD, MASKED
+            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED
         )
         x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     else:
         tl.static_assert(CODEC.mantissa == 23, "no such floats")
-        x = load_units(tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16), rows, seen, PITCH // 4, DIM, PAD, MASKED)
+        x = load_units(
+            tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + AT // 4, rows, seen, PITCH // 4, DIM, PAD, MASKED
+        )
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
 
 
 @triton.jit
 def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-              MASKED: tl.constexpr):  # fmt: skip
+              MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
     """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each."""
-    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2
     w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED)
     if CODEC.mantissa == 0:
         return unpack8(w)
@@ -320,26 +326,26 @@ def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
 
 @triton.jit
 def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-                 MASKED: tl.constexpr):  # fmt: skip
+                 MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
     """Rows of codes of fewer than 8 bits as four parts, float16 [BN, PAD / 4] each."""
     if PITCH % 2 == 0:
-        words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16)
+        words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2
         w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
     else:  # rows do not begin where words may
         j = 2 * tl.arange(0, PAD // 4)
-        low = load_bytes(at, rows, seen, j, PITCH, DIM // 2, MASKED)
-        w = low | (load_bytes(at, rows, seen, j + 1, PITCH, DIM // 2, MASKED) << 8)
+        low = load_bytes(at + AT, rows, seen, j, PITCH, DIM // 2, MASKED)
+        w = low | (load_bytes(at + AT, rows, seen, j + 1, PITCH, DIM // 2, MASKED) << 8)
     if CODEC.bits == 4:
         return unpack4(w)
     else:
         j = tl.arange(0, PAD // 4)
         if CODEC.bits == 6:
-            return unpack6(w, load_bytes(at + DIM // 2, rows, seen, j, PITCH, DIM // 4, MASKED))
+            return unpack6(w, load_bytes(at + AT + DIM // 2, rows, seen, j, PITCH, DIM // 4, MASKED))
         else:
             tl.static_assert(CODEC.bits == 5, "codes of that width are not unpacked")
             HALF: tl.constexpr = DIM // 8
             there = tl.where(j < 2 * HALF, j % HALF, HALF)
-            h = load_bytes(at + DIM // 2, rows, seen, there, PITCH, HALF, MASKED)
+            h = load_bytes(at + AT + DIM // 2, rows, seen, there, PITCH, HALF, MASKED)
             return unpack5(w, h >> (j // HALF * 4).to(tl.uint16)[None, :])
 
 
@@ -362,18 +368,19 @@ def dot_keys(q0, q1, q2, q3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.conste
 
 @triton.jit
 def add_values(w, decay, a0, a1, a2, a3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-               CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Each part's sum, float32 [M, PAD / PARTS], times decay [M], plus weights float16 [M, BN] times the codes."""
+               CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, AT: tl.constexpr):  # fmt: skip
+    """Each part's sum, float32 [M, PAD / PARTS], times decay [M], plus weights float16 [M, BN] times the codes of rows
+    AT bytes behind the address."""
     if PARTS == 1:
-        v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
         fence_copies(w.shape[0])
         a0 = tl.dot(w, v0, a0 * decay[:, None])
     elif PARTS == 2:
-        v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
         a0 = tl.dot(w, v0, a0 * decay[:, None])
         a1 = tl.dot(w, v1, a1 * decay[:, None])
     else:
-        v0, v1, v2, v3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
+        v0, v1, v2, v3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
         a0 = tl.dot(w, v0, a0 * decay[:, None])
         a1 = tl.dot(w, v1, a1 * decay[:, None])
         a2 = tl.dot(w, v2, a2 * decay[:, None])
