@@ -74,7 +74,7 @@ def test_as_the_reference(types: tuple[str, str], dims: tuple[int, int], rope: b
 
 
 def test_where_the_library_computes_something_else_it_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, right = torch.device(DEVICE), past._library
+    device, right = torch.device(DEVICE), past.library
     assert past.library_takes.__wrapped__(device, 24, 40)
-    monkeypatch.setattr(past, "_library", lambda q, k, v: (2 * right(q, k, v)[0], right(q, k, v)[1]))
+    monkeypatch.setattr(past, "library", lambda q, k, v: (2 * right(q, k, v)[0], right(q, k, v)[1]))
     assert not past.library_takes.__wrapped__(device, 24, 40)

@@ -188,7 +188,7 @@ class GroupTables:
         seen = min(bucket, group.window) if group.window else bucket
         if self.chosen:
             seen = min(bucket, attending.most_pages(AttendOptions(self.chosen)) * group.page_size)
-            pages = CHOSEN_EACH
+            pages = CHOSEN_EACH if seen < bucket else pages  # where all are read, sums are those without a choice
         splits = 1 if self.alike else max(1, min(self.each, seen // (pages * group.page_size)))
         if self.rows == 1:
             return min(self.most, part_count(splits, group.sealed, turns))
