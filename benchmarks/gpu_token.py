@@ -220,6 +220,8 @@ def main() -> None:
     options = parser.parse_args()
     pairs = (case.split(":") for case in options.cases.split(","))
     cases = [(kind, tokens_of(depth)) for kind, depth in pairs]
+    kinds = [kind for kind, _ in cases]
+    cases.sort(key=lambda case: kinds.index(case[0]))  # `engines` opens one for each type
     rate, found = bandwidth(), []
     print(f"{torch.cuda.get_device_name()}: a sum reads {rate / 1e12:.2f} TB/s")
     for (kind, depth), token in zip(cases, engines(options.model, cases), strict=True):

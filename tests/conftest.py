@@ -57,6 +57,19 @@ Kv = Callable[..., "subprocess.CompletedProcess[str]"]
 KvHere = Callable[..., tuple[int, str, str]]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run the cases marked thorough, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--thorough"):
+        return
+    left = [item for item in items if item.get_closest_marker("thorough")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
 @pytest.fixture(scope="session")
 def kv_command() -> list[str]:
     """The words that start the `kv` under test, in any working folder."""

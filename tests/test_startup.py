@@ -52,11 +52,11 @@ def names() -> list[str]:
 @pytest.mark.parametrize(
     "use",
     [
-        "torch.distributions.Normal(0.0, 1.0)",
+        pytest.param("torch.distributions.Normal(0.0, 1.0)", marks=pytest.mark.thorough),
         "torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5).step()",  # imports torch._dynamo
-        "len(torch.utils.data.DataLoader([1, 2, 3], batch_size=2))",
+        pytest.param("len(torch.utils.data.DataLoader([1, 2, 3], batch_size=2))", marks=pytest.mark.thorough),
         "torch._meta_registrations.meta_mm",
-        "__import__('torch._dynamo')",
+        pytest.param("__import__('torch._dynamo')", marks=pytest.mark.thorough),
         "torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])",
     ],
 )

@@ -39,6 +39,7 @@ def test_smollm2(smollm2_path: Path):
 
 
 @pytest.mark.models
+@pytest.mark.thorough
 def test_gemma3(gemma3_path: Path):
     found = _measured("gemma3", gemma3_path, [("int8", "int8"), ("int4", "int4")], Scoring(640, 1, 512))
     assert found["int8/int8"].kld <= 0.0002 and found["int4/int4"].kld <= 0.016

@@ -267,7 +267,14 @@ def logits(engine: Engine, seq: Sequence, ids: list[int], ubatch: int = 512) -> 
     return engine.logits(states(engine, seq, ids, ubatch))
 
 
-CASES = [("llama", (t, t)) for t in SEALED] + [("gemma3", ("int8", "int4")), ("gemma3", ("f16", "int4"))]
+CASES = [
+    *(
+        ("llama", (t, t)) if t in ("fp8", "int4") else pytest.param("llama", (t, t), marks=pytest.mark.thorough)
+        for t in SEALED
+    ),
+    ("gemma3", ("int8", "int4")),
+    pytest.param("gemma3", ("f16", "int4"), marks=pytest.mark.thorough),
+]
 
 
 @pytest.mark.slow

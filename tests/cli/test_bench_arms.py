@@ -136,7 +136,8 @@ def test_depths_come_from_a_file(kv_here: KvHere, tmp_path: Path, monkeypatch: p
     computed, forward = [], Engine.forward_all
     monkeypatch.setattr(Engine, "forward_all", lambda e, parts: computed.extend(parts[0][1]) or forward(e, parts))
     file = tmp_path / "deep.safetensors"
-    common = ("-m", str(tiny.make("llama").path), "--page-size", "16", "-p", "4", "-n", "0", "-r", "1", "--no-warmup")
+    common = ("-m", str(tiny.make("llama").path), "--page-size", "16", "-p", "4", "-n", "0", "-r", "1", "--no-warmup",
+              "--bandwidth", "10")  # fmt: skip
     counts = []
     for depth in ("40,80", "40,80", "100"):
         computed.clear()
@@ -167,7 +168,21 @@ def test_what_was_computed_of_a_depth_is_kept_however_it_ends(
             raise SystemExit(130)  # as Ctrl-C does
         return forward(engine, parts)
 
-    words = ("bench", "-m", str(tiny.make("llama").path), "--page-size", "16", "-ub", "32", "-p", "0", "-n", "2")
+    words = (
+        "bench",
+        "-m",
+        str(tiny.make("llama").path),
+        "--page-size",
+        "16",
+        "-ub",
+        "32",
+        "-p",
+        "0",
+        "-n",
+        "2",
+        "--bandwidth",
+        "9",
+    )
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "forward_all", stopped)
         code, out, err = kv_here(*words, "-d", "100", "--prompt-cache", str(file))

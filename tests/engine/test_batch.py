@@ -70,7 +70,12 @@ def together(engine: Engine, some: list[tuple], parallel: int, caches: Caches | 
 CASES = [
     *((v, "native", codec, e) for v, e in (("llama", EvictOptions()), ("gemma3", EvictOptions())) for codec in CODECS),
     *(("llama", "native", codec, SINKS) for codec in ("f16", "int8", "int4")),
-    *(("llama", "reference", codec, EvictOptions()) for codec in CODECS),
+    *(("llama", "reference", codec, EvictOptions()) for codec in ("f16", "int4")),
+    *(
+        pytest.param("llama", "reference", codec, EvictOptions(), marks=pytest.mark.thorough)
+        for codec in CODECS
+        if codec not in ("f16", "int4")
+    ),
     *(("deepseek2-lite", "native", codec, EvictOptions()) for codec in ("f16", "int8", "fp8")),
     *(("gemma3", "reference", codec, e) for codec, e in (("f16", EvictOptions()), ("int4", SINKS))),
 ]

@@ -138,6 +138,7 @@ def test_sparse_prefill(types: tuple[str, str], dims: tuple[int, int], attend: A
 
 
 @pytest.mark.slow
+@COMPILED
 def test_with_first_rows_kept_and_others_evicted() -> None:
     assert POLICY.retention is not None
     kept = POLICY.retention(20, 112, SIZE)

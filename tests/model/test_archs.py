@@ -32,7 +32,7 @@ def test_every_architecture_has_a_tiny_model():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ("", "reference"))
+@pytest.mark.parametrize("name", ("", pytest.param("reference", marks=pytest.mark.thorough)))
 @pytest.mark.parametrize("variant", tiny.VARIANTS)
 def test_logits_are_those_of_transformers(variant: str, name: str):
     made = tiny.make(variant)

@@ -53,7 +53,7 @@ def logits(opened: Engine, *steps: int) -> torch.Tensor:
     return opened.logits(torch.cat(hidden))
 
 
-@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("name", ["native", pytest.param("reference", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("variant", ["llama-untied", "gemma3", "phi3", "qwen2"])
 def test_an_adapter_is_as_if_it_were_merged(variant: str, name: str, tmp_path: Path):
     """Every matrix but an embedding that is the head, too: rows change places, and one matrix is q, k and v."""

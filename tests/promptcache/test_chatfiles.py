@@ -85,7 +85,14 @@ def payload(root: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("llama", "int4"), ("gemma3", "int8")])
+@pytest.mark.parametrize(
+    ("variant", "k"),
+    [
+        pytest.param("llama", "f16", marks=pytest.mark.thorough),
+        pytest.param("llama", "int4", marks=pytest.mark.thorough),
+        ("gemma3", "int8"),
+    ],
+)
 def test_sixty_turns_that_evict_leave_about_twice_the_live_cache(tmp_path: Path, variant: str, k: str) -> None:
     engine = evicting(variant, k)
     chat = Chat(engine, tmp_path)
@@ -108,7 +115,14 @@ def test_sixty_turns_that_evict_leave_about_twice_the_live_cache(tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "k"), [("llama", "f16"), ("gemma3", "f16"), ("llama", "int8")])
+@pytest.mark.parametrize(
+    ("variant", "k"),
+    [
+        pytest.param("llama", "f16", marks=pytest.mark.thorough),
+        ("gemma3", "f16"),
+        pytest.param("llama", "int8", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_killed_chat_goes_on_after_any_turn(tmp_path: Path, variant: str, k: str) -> None:
     """With the message that was lost, and with another one instead."""
     for engine in (evicting(variant, k), engine_of(variant, k)):
