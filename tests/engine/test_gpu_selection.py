@@ -90,7 +90,7 @@ def test_rows_that_stay_give_the_states_of_the_reference(arch: str, types: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["h2o", "expected", "snapkv"])
+@pytest.mark.parametrize("policy", ["h2o", *(pytest.param(x, marks=COMPILED) for x in ("expected", "snapkv"))])
 def test_nearly_the_same_rows_stay(policy: str):
     """Scores differ in last bits."""
     gpu = GpuBackend(torch.device(DEVICE))
@@ -101,7 +101,11 @@ def test_nearly_the_same_rows_stay(policy: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "types", "kind"), [pytest.param("gpt-oss", "f16", TokenGraph, marks=COMPILED), ("llama", "int4", RowGraph)]
+    ("arch", "types", "kind"),
+    [
+        pytest.param("gpt-oss", "f16", TokenGraph, marks=COMPILED),
+        pytest.param("llama", "int4", RowGraph, marks=COMPILED),
+    ],
 )
 def test_tokens_by_graph_give_rows_what_steps_give_them(arch: str, types: str, kind: type[NextToken]):
     model, layout, ours, _ = selected(arch, types, "h2o", GpuBackend(torch.device(DEVICE)))
