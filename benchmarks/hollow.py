@@ -148,7 +148,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         terms = Terms.settle(config, WeightBytes(0, 0, 0, "assumed", ""), cache, budget, 1)
         loaded = SimpleNamespace(
             config=config, device=Device(CUDA), tokenizer=None, decoder=decoder, terms=terms, exact=False, load_s=0.0,
-            grain=1,
+            grain=1, predictor=None,
             sampling_defaults={}, check_weights=lambda: None, facts=(),
         )  # fmt: skip
         engine = Engine(loaded)  # type: ignore[arg-type]

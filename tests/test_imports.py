@@ -64,7 +64,8 @@ runtime.engine.graph.capture runtime.engine.graph.compiling runtime.engine.graph
 runtime.engine.graph.opening
 runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
-runtime.engine.guard runtime.engine.sampler runtime.engine.scheduler runtime.engine.steplist
+runtime.engine.guard runtime.engine.replaying runtime.engine.sampler runtime.engine.scheduler
+runtime.engine.steplist
 runtime.engine.spec.draftmodel runtime.engine.spec.drawing runtime.engine.spec.predicting
 runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute
 runtime.evaluate.uncached

@@ -173,8 +173,12 @@ def test_a_cache_is_saved_and_loaded(cache_type: str, tmp_path: Path) -> None:
             second.load_cache(tmp_path / "none.kv")
     other = kvcli.CacheOptions(page_size=32)
     with kvcli.load(make_speaking(), cache_type=cache_type, device="cpu", threads=1, cache=other) as third:
-        with pytest.raises(kvcli.CacheFileError, match="page size 16, this run has 32"):
-            third.load_cache(file)
+        if cache_type == "f16":  # whose sums do not depend on pages
+            again = third.load_cache(file)
+            assert third.generate(LONG, sequence=again, max_tokens=8, **ON).ids == expected
+        else:
+            with pytest.raises(kvcli.CacheFileError, match="page size 16, this run has 32"):
+                third.load_cache(file)
         file.write_bytes(file.read_bytes()[:-1])
         with pytest.raises(kvcli.CacheFileError):
             third.load_cache(file)
@@ -342,4 +346,4 @@ def test_every_option_has_a_flag() -> None:
 
     params = [param for command in _command([]).commands.values() for param in command.params]
     known = {name for param in params for name in (*param.opts, *param.secondary_opts)}
-    assert set(FLAGS.values()) <= known
+    assert {flag.split()[0] for flag in FLAGS.values()} <= known  # some with a value

@@ -56,7 +56,7 @@ def test_words_as_options_of_ours(given: tuple[str, ...], taken: str) -> None:
         ("-mli", '-mli is not needed: in kv chat """', ""),
         ("--num-gpu-blocks-override", "--num-gpu-blocks-override is not needed: pages", ""),
         ("--no-mmap", "--no-mmap is not needed: ", ""),
-        ("--modle", "no such option: --modle", "did you mean --model?"),
+        ("--modle", "no such option: --modle", "did you mean --model"),
         ("--temprature=1", "no such option: --temprature", "did you mean --temperature?"),
         ("--ctx", "no such option: --ctx", "did you mean --ctx-size?"),
         ("-model", "no such option: -model", "did you mean --model?"),

@@ -102,7 +102,7 @@ def print_object(
     """One JSON object."""
     results = [_entry(each) for each in rates]
     value = {"model": model, "compared": settings, "results": results, "failures": failures}
-    render.print_json(f"eval {THROUGHPUT}", value | {"warnings": invocation.told})
+    render.print_json("eval throughput", value | {"warnings": invocation.told})
 
 
 def _entry(rate: Rate) -> dict[str, Any]:
