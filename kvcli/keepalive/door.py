@@ -57,7 +57,8 @@ class Door:
     def take_over(self) -> None:
         """From here on this process answers."""
         if self._porter:
-            os.write(self._word, b"x")
+            with suppress(BrokenPipeError):  # somebody has killed it
+                os.write(self._word, b"x")
             os.waitpid(self._porter, 0)
             os.close(self._word)
         self._porter = self._word = 0

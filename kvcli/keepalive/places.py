@@ -88,6 +88,7 @@ def only_one(key: str) -> "int | None":
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.fstat(lock).st_ino == os.stat(path).st_ino:
+                os.truncate(lock, 0)  # one that was killed may have left what it was
                 return lock
         except BlockingIOError:
             os.close(lock)

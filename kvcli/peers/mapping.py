@@ -7,6 +7,7 @@ kv does it in front of it (`Own`); or it cannot mean it (`Refused`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -123,10 +124,15 @@ def _gib(value: Any) -> str:
 
 
 def _card(value: Any) -> str:
-    """What CUDA_VISIBLE_DEVICES is for --device."""
+    """What CUDA_VISIBLE_DEVICES is for --device, of which that names one; "" = as it is."""
     if not str(value).startswith("cuda"):
         raise UsageError(f"--device {value}: how vLLM was installed says what it computes on", "leave it out")
-    return str(value).partition(":")[2] or "0"
+    number, there = str(value).partition(":")[2], os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not (number.isdecimal() and there):
+        return number
+    if int(number) >= len(cards := there.split(",")):
+        raise UsageError(f"--device {value} is not among those of CUDA_VISIBLE_DEVICES={there}", "name another one")
+    return cards[int(number)]
 
 
 def _scaled(value: Any) -> list[str]:
@@ -342,7 +348,8 @@ def words(given: Mapping[str, Any], program: str) -> list[str]:
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
     """What vLLM is started with in its environment. Raises UsageError."""
     found = _meanings(given, VLLM)
-    return {each.name: each.value(value) for each, value in found if isinstance(each, Variable)}
+    named = [(each.name, each.value(value)) for each, value in found if isinstance(each, Variable)]
+    return {name: value for name, value in named if value}
 
 
 _SENT = {found.field: found.key for found, *_ in TABLE.values() if isinstance(found, Sent) and found.field}

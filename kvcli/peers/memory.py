@@ -138,8 +138,9 @@ def _unless(asked: Asked, ours: str, theirs: str, value: int) -> tuple[str, ...]
 
 def lines(program: str, asked: Asked, on: Cluster, card: str) -> list[str]:
     """What is left for the cache as comments of a shell, then commands. Raises UsageError, DoesNotFit."""
+    words = mapping.words(asked.given, program)  # raises for types that it does not have
     found = left(program, asked, on)
-    words = [*mapping.words(asked.given, program), *found.words]
+    words += found.words
     name, size = found.rows[-1]
     if size <= 0 or found.tokens < asked.ctx:
         raise DoesNotFit(

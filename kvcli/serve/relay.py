@@ -33,7 +33,10 @@ async def _through(target: str, request: Request, serving: Relay, body: bytes) -
     await upstream.load(call.get("model", ""))
     sent = {**mapping.sent(serving.sampling), **call, "model": upstream.name}
     if target == CHAT and upstream.variables:
-        sent["chat_template_kwargs"] = {**upstream.variables, **(call.get("chat_template_kwargs") or {})}
+        own = call.get("chat_template_kwargs") or {}
+        if not isinstance(own, dict):
+            raise UsageError("`chat_template_kwargs` must be an object")
+        sent["chat_template_kwargs"] = {**upstream.variables, **own}
     called = await wire.while_connected(request, upstream.begin(target, json.dumps(sent).encode()))
     answered = called.answered
     kind = answered.headers.get("content-type", "application/json")
@@ -63,7 +66,8 @@ async def _page(target: str, request: Request, serving: Relay, body: bytes) -> R
 
 
 async def _health(request: Request, serving: Relay, body: bytes) -> Response:
-    await _page("/health", request, serving, body)
+    if (answered := await _page("/health", request, serving, body)).status_code != 200:
+        return answered
     return wire.object_response({"status": "ok"})
 
 

@@ -72,7 +72,8 @@ class Upstream:
 
     async def count(self, question: Question) -> int:
         await self.load(question.model)
-        told = ("model", "messages", "prompt", "tools", "chat_template_kwargs")
+        told = {"model", "messages", "prompt", "tools", "chat_template_kwargs"}
+        told |= {"add_generation_prompt", "continue_final_message"}
         body = {key: value for key, value in self._body(question).items() if key in told}
         return int((await self.post("/tokenize", body))["count"])
 
@@ -124,7 +125,7 @@ class Upstream:
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         prompt = question.prompt
         if isinstance(prompt, asked.Raw):
-            return {**body, "prompt": prompt.prompt}
+            return {"max_tokens": None, **body, "prompt": prompt.prompt}  # where nothing is said it is 16 there
         assert isinstance(prompt, asked.Chat)
         body["messages"] = [*map(_message, prompt.messages)]
         if prompt.lead:

@@ -87,6 +87,15 @@ def test_later_rows_stay() -> None:
     assert isinstance(end, End) and seq.evicted == rows > 0 and end.usage.cache_read_tokens == len(TEXT)
 
 
+def test_another_prompt_in_the_same_sequence() -> None:
+    """What was selected is gone with the prompt that it was selected of."""
+    engine = zipping()
+    seq = prefilled(engine)
+    for text in (TEXT[::-1], TEXT[100:] + TEXT[:100]):
+        *_, end = engine.generate(seq, text, replace(GREEDY, max_tokens=3))
+        assert isinstance(end, End) and seq.selected and end.usage.cache_read_tokens == 0
+
+
 def test_no_room_to_repeat() -> None:
     evict = EvictOptions("kvzip", budget="50%")
     engine = open_tiny("llama", "native", CacheOptions(256, "f16", "f16", SIZE, evict=evict))

@@ -10,7 +10,8 @@ import pytest
 import tiny
 from conftest import KvHere
 
-from kvcli.peers import memory
+from kvcli.errors import UsageError
+from kvcli.peers import mapping, memory
 from kvcli.peers.mapping import LLAMA, SGLANG, VLLM
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.headers.shapes import config_from_recipe
@@ -52,6 +53,16 @@ def test_several_nodes(kv_here: KvHere) -> None:
     assert "rpc-server" in out and "--rpc NODE1:50052" in out and "-c 131072" in out and "-ctk q8_0" in out
 
 
+def test_the_card_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    name = "CUDA_VISIBLE_DEVICES"
+    assert mapping.variables({"--device": "cuda"}) == {} and mapping.variables({"--device": "cuda:3"}) == {name: "3"}
+    monkeypatch.setenv(name, "4,5")
+    assert mapping.variables({"--device": "cuda:1"}) == {name: "5"}
+    with pytest.raises(UsageError, match="is not among those of CUDA_VISIBLE_DEVICES=4,5"):
+        mapping.variables({"--device": "cuda:2"})
+
+
 def test_their_arithmetic() -> None:
     total = 80 << 30
     one, eight = memory.cluster(1, 1, None, total, VLLM), memory.cluster(1, 8, None, total, VLLM)
@@ -75,6 +86,8 @@ def test_their_arithmetic() -> None:
     [
         (("--print-args", "vllm", "--evict", "sink"), 2, "--evict cannot be used with vllm: it forgets nothing"),
         (("--print-args", "sglang", "-ct", "int4"), 2, "int4 is no type of sglang"),
+        (("--print-args", "vllm", "-ct", "int5"), 2, "int5 is no type of vllm"),
+        (("--print-args", "llama-server", "-ct", "int6/int4"), 2, "int6 is no type of llama-server"),
         (("--print-args", "llama-server", "--tp", "2"), 2, "it divides a model by layers"),
         (("--print-args", "vllm", "--nodes", "3", "--gpus", "2", "--tp", "4"), 2, "--tp 4 does not divide the 6 GPUs"),
         (("--print-args", "vllm", "-c", "1k,2k"), 2, "one context"),

@@ -16,10 +16,11 @@ from conftest import KvHere
 from engines import open_tiny
 from jsonchecks import check
 
-from kvcli.cli.commands.eval import plot
+from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.flags import compared
-from kvcli.errors import UsageError
-from kvcli.options import CacheOptions, EvictOptions
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.options import CacheOptions, EvictOptions, LoadOptions
+from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.evaluate import answers, tasks
 
 Eval = Callable[..., tuple[int, str, str]]
@@ -244,6 +245,8 @@ def test_a_text_is_gone_on_with(ask: Eval, tmp_path: Path):
         (("--plot", "a.pdf"), "--plot must end in .svg or .png"),
         (("throughput", "words"), "throughput cannot be measured with other tasks"),
         (("throughput", "--tokens", "40"), "--tokens must be 64 or more for throughput, not 40"),
+        (("throughput", "--ask-later"), "--ask-later cannot be used with throughput"),
+        (("throughput", "--with", "-c 512"), "contexts of throughput are as long as --tokens says"),
         (("words", "--parallel", "1,2"), "--parallel is for throughput"),
         (("throughput", "--parallel", "0"), "--parallel must be 1 to 256, not '0'"),
         (("--plot", "/no/such/a.svg"), "there is no folder"),
@@ -328,6 +331,24 @@ def test_throughput_by_sequences_and_contexts(ask: Eval, tmp_path: Path):
     lines = {"f16, 64 tokens": [(1, 5.0), (2, 9.0)]}
     plot.draw_rates(str(path := tmp_path / "rates.svg"), lines, lines)
     assert path.read_text("utf-8").count("f16, 64 tokens") == 2
+
+
+def test_throughput_of_a_setting_that_does_not_fit(ask: Eval, monkeypatch: pytest.MonkeyPatch):
+    """The others are measured."""
+    opened = throughput.engines.open_engine
+
+    def open_engine(load: LoadOptions, cache: CacheOptions, *rest: Any) -> Engine:
+        if cache.type_k == "f16":
+            raise DoesNotFit("it is too large", "")
+        return opened(load, cache, *rest)
+
+    monkeypatch.setattr(throughput.engines, "open_engine", open_engine)
+    flags = "throughput", "--tokens", "64", "--parallel", "1", "--trials", "1", "--json"
+    code, out, err = ask(*flags, "-ct", "int8")
+    assert code == 0 and "f16 is left out: it is too large" in err, err
+    value = json.loads(out)
+    assert [each["name"] for each in value["results"]] == ["int8"]
+    assert value["failures"] == ["it is too large"] and [each["name"] for each in value["compared"]] == ["int8"]
 
 
 def test_settings_that_are_the_same_are_measured_once():

@@ -303,3 +303,15 @@ def test_nobody_makes_room_below_a_limit(
     )
     assert code == 4 and "a context of" in err
     assert len(asked) == helps and min(asked, default=1) > 0
+
+
+def test_a_lock_says_nothing_of_who_had_it_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    name = f"{places.kind()}-a{places.SOCKET}"
+    for told in (b'{"pid": 1234567}', b'{"pid": 8}'):
+        lock = places.only_one("a")
+        assert lock is not None and places.owner(name) == b""
+        os.pwrite(lock, told, 0)
+        assert places.owner(name) == told
+        os.close(lock)  # as one that is killed leaves it
+    assert places.owner(name) == b""

@@ -107,7 +107,9 @@ def test_many_rows_are_not_absorbed(codec: str, monkeypatch: pytest.MonkeyPatch)
         layer = Latents(ops, codec, dims, heads, temperature=(0.3, 16, 0))
         placed = [ops.place_heads(packed(x)) for x in matrices]
         both.append((layer, placed))
-    for t in (37, 30, 9):
+    for t, takes in ((37, True), (30, True), (9, True), (9, False)):
+        monkeypatch.setattr(latentpast, "library_takes", lambda *x, takes=takes: takes)
+        before = len(counted)
         turned, others, row = (
             torch.randn(t, *shape, generator=generator) for shape in ((heads, dims[0]), (heads, plain), (sum(dims),))
         )
@@ -118,6 +120,7 @@ def test_many_rows_are_not_absorbed(codec: str, monkeypatch: pytest.MonkeyPatch)
             found.append(layer.ops.attend_latents(*given, [part.stretch(1, 0, t)], layer.how, *placed).cpu())
             layer.seq.commit([0] * t)
         assert error(found[1], found[0]) < (6e-3 if codec == "int8" else 2e-3)
+        assert takes or len(counted) == before
     assert {how.get("causal", False) for how in counted} == ({False, True} if codec == "f16" else {False})
 
 

@@ -67,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, call: dict[str, Any]) -> None:
         chat = "messages" in call
         text = call["messages"][-1]["content"] if chat else call["prompt"]
-        words = text.split()[: call.get("max_tokens") or 64]
+        words = text.split()[: call.get("max_tokens", 64 if chat else 16) or 64]
         usage = {"prompt_tokens": 7, "completion_tokens": len(words), "total_tokens": 7 + len(words)}
         usage |= {"prompt_tokens_details": {"cached_tokens": 4}}
         ends: dict[str, Any] = {"finish_reason": "stop", "stop_reason": None}

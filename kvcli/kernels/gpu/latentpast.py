@@ -18,7 +18,7 @@ from kvcli.kernels.attend import AttentionLayer, attend_latents
 from kvcli.kernels.gpu import latentcombine, latentrows, latents
 from kvcli.kernels.gpu.attention import LOG2_E, Partials
 from kvcli.kernels.gpu.pages import BoundStretch, DevicePages
-from kvcli.kernels.gpu.past import LEAST_ROWS, STAGED_ROWS, library, stage
+from kvcli.kernels.gpu.past import LEAST_ROWS, STAGED_ROWS, library, library_takes, stage
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
 from kvcli.kernels.paged import PagedKV, Stretch
@@ -30,12 +30,13 @@ WORTH = 1 << 23  # queries times rows before them
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
 
 
-def least_pages(part: Stretch, layer: AttentionLayer) -> int:
-    """`Asked.past` of a part; 0 = its queries are absorbed."""
+def least_pages(part: Stretch, layer: AttentionLayer, device: torch.device, dim_k: int, dim_v: int) -> int:
+    """`Asked.past` of a part; 0 = its queries are absorbed. `dim_k`, `dim_v`: of keys and values of heads."""
     n, start = part.hi - part.lo, part.start
     many = n * start >= WORTH or (n >= MANY and sees_all(part.kv, start, start + n))
     plain = n >= LEAST_QUERIES and not layer.softcap and part.shift is None
-    return LEAST_ROWS // part.kv.record.page_size if many and plain else 0
+    takes = many and plain and library_takes(device, dim_k, dim_v)
+    return LEAST_ROWS // part.kv.record.page_size if takes else 0
 
 
 def sees_all(kv: PagedKV, start: int, end: int) -> bool:
@@ -115,10 +116,11 @@ def attend(
 ) -> torch.Tensor:  # fmt: skip
     """See `kernels.attend.attend_latents`. `pages_of`: see `GpuBackend`."""
     found, matrices = [], (layer, keys, values)
+    dims = turned.shape[2] + others.shape[2], values.shape[1]
     for part in parts:
         rows = slice(part.lo, part.hi)
         given = turned[rows], others[rows], row[rows]
-        past = 0 if isinstance(part, BoundStretch) else least_pages(part, layer)
+        past = 0 if isinstance(part, BoundStretch) else least_pages(part, layer, ops.device, *dims)
         if isinstance(part, BoundStretch) or not past:
             alone = part if isinstance(part, BoundStretch) else part._replace(lo=0, hi=part.hi - part.lo)
             found.append(attend_latents(ops, *given, [alone], *matrices))

@@ -68,8 +68,10 @@ class Selector:
         return known > length >= self.due - 1 if ahead else length >= self.due
 
     def cut(self, length: int) -> None:
-        """Rows behind `length` are gone; what their queries gave others stays."""
+        """Rows behind `length` are gone; what their queries gave others stays, and what was selected unless all are."""
         self.seen = min(self.seen, length)
+        if not length:
+            self.times = self.selected_at = 0
         with torch.inference_mode():  # in which they were made
             for mass in self._mass.values():
                 mass[..., length:] = 0

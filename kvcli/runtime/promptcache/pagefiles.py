@@ -59,8 +59,8 @@ def take_selected(seq: Sequence, file: PromptCacheFile) -> int:
         if array.shape[:-1] != (len(layout[group].layers), layout[group].kv_heads):
             raise damaged(file.path, "its selected rows are those of another model")
         selected[group] = Selected(array.shape[-1], below, torch.from_numpy(array.astype(np.int32)).to(pool.device))
-    pages = load_pages(pool, {key: [Piece(file, key, size, 0, size, 0)] for key in contents.pages})
     bases = bases_of(contents.basis, pool.layout, length, pool.device)
+    pages = load_pages(pool, {key: [Piece(file, key, size, 0, size, 0)] for key in contents.pages})
     seq.adopt(contents.tokens, pages, bases, selected=selected)
     if seq.selector:
         seq.selector.restored(length)

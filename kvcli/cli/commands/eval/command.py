@@ -146,6 +146,8 @@ class TaskFlags:
         if self.tasks and "text" not in self.tasks and self.file:
             raise UsageError(f"-f is for the task text, not for {', '.join(self.tasks)}", "name text, too")
         if (self.tasks or []) == [THROUGHPUT]:
+            if self.later:
+                raise UsageError(f"--ask-later cannot be used with {THROUGHPUT}", "there are no questions")
             return [THROUGHPUT]
         if THROUGHPUT in (self.tasks or []):
             raise UsageError(f"{THROUGHPUT} cannot be measured with other tasks", "run them one after the other")

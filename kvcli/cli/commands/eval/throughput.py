@@ -56,13 +56,22 @@ def measure(
     from kvcli.runtime.evaluate import benching
 
     what.check()
+    if own := next((each.name for each in settings if each.cache.ctx_size), None):
+        raise UsageError(f"--with '{own}': contexts of {THROUGHPUT} are as long as --tokens says", "leave -c out")
     rates, objects, failures = list[Rate](), list[dict[str, Any]](), list[str]()
     tests = len(settings) * len(what.lengths) * len(what.counts)
     counter = iter(range(1, tests + 1))
     tell = lambda name, text: render.step(f"{next(counter)} of {tests}: {name} {text}", invocation)  # noqa: E731
     for each in settings:
         cache = replace(each.cache, ctx_size=max(what.lengths), sequences=max(what.counts))
-        engine = engines.open_engine(load, cache, invocation, interrupts)
+        try:
+            engine = engines.open_engine(load, cache, invocation, interrupts)
+        except DoesNotFit as error:
+            if not rates and each is settings[-1]:  # nothing was measured
+                raise
+            render.warn(f"{each.name} is left out: {error.message}", invocation)
+            failures.append(as_flags(error.message))
+            continue
         objects.append(setting_object(each, engine))
         for tokens in what.lengths:
             try:
