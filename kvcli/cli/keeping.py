@@ -112,10 +112,8 @@ def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
             conn.settimeout(ANSWER_S)
             wire.send(conn, kind)
             return json.loads(wire.receive(conn)[1]), conn
-        except (ConnectionRefusedError, FileNotFoundError):
-            return None  # nobody is there
-        except TimeoutError:
-            return None
+        except (ConnectionRefusedError, FileNotFoundError, TimeoutError):
+            return None  # nobody is there, or it does not answer
         except (OSError, ValueError, wire.Closed):  # it may be about to leave
             continue
     return None

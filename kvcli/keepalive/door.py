@@ -34,8 +34,8 @@ class Door:
             os.replace(fresh, path)
         finally:
             os.close(place)
-        self.path = f"{places.folder()}/{name}"
-        self.status = os.stat(self.path)
+        self.name, self.path = name, f"{places.folder()}/{name}"
+        self._number = os.stat(self.path).st_ino
 
     @property
     def numbers(self) -> set[int]:
@@ -65,10 +65,17 @@ class Door:
         with suppress(OSError):
             os.utime(self.path)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether its name still leads to it."""
+        with suppress(OSError):
+            return os.stat(self.path).st_ino == self._number
+        return False
+
     def remove(self) -> None:
         """Its name, unless that is another's by now."""
-        with suppress(OSError):
-            if os.stat(self.path).st_ino == self.status.st_ino:
+        if self.is_there:
+            with suppress(OSError):
                 os.unlink(self.path)
 
     def _answer(self, word: int, about: Callable[[], Mapping[str, Any]], keeper: int) -> NoReturn:

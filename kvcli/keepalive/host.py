@@ -50,10 +50,9 @@ def main() -> None:
     environment.prepare()
     startup.take_process()
     door = Door(f"{places.kind()}-{wanted.key}{places.SOCKET}")
-    os.pwrite(
-        lock, json.dumps(_about(wanted, os.getpid(), places.STARTING)).encode(), 0
-    )  # for those it does not answer
-    door.attend(partial(_about, wanted, os.getpid(), places.STARTING), lock)
+    about = partial(_about, wanted, os.getpid(), places.STARTING)
+    os.pwrite(lock, json.dumps(about()).encode(), 0)  # for those whom it does not answer
+    door.attend(about, lock)
     host = Host(wanted, _load(wanted), lock, door)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: host.leave())
@@ -134,7 +133,6 @@ class Host:
         self.answered = 0
         self.parting: list[socket.socket] = []  # callers that wait for the end of this process
         self.listener: socket.socket | None = None
-        self.name = f"{places.kind()}-{wanted.key}{places.SOCKET}"
         self.streams = sys.stdout.encoding, sys.stdout.errors or "strict"
         self.kept_open = _open() - {0, 1, 2, lock} - door.numbers
 
@@ -200,7 +198,7 @@ class Host:
             elif self.listener is not None and self._reason_to_leave():
                 self.leave()
         with suppress(FileNotFoundError):  # somebody has removed the folder
-            os.unlink(f"{places.folder()}/{self.name.removesuffix(places.SOCKET)}{places.LOCK}")
+            os.unlink(f"{places.folder()}/{self.door.name.removesuffix(places.SOCKET)}{places.LOCK}")
 
     def _patience(self) -> float:
         """Seconds until the next look, or until this process has been idle for as long as it may be."""
@@ -215,13 +213,9 @@ class Host:
 
     def _reason_to_leave(self) -> bool:
         left = self._left()
-        if (left is not None and left <= 0) or self._changed():
+        if (left is not None and left <= 0) or self._changed() or not self.door.is_there:
             return True
-        try:
-            there = os.stat(f"{places.folder()}/{self.name}")
-        except OSError:
-            return True
-        return there.st_ino != self.door.status.st_ino or (not self.running and pressure.is_high())
+        return not self.running and pressure.is_high()
 
     def _changed(self) -> bool:
         """Whether the model's files are others, or those of kv itself are newer than what this process runs."""
@@ -300,7 +294,7 @@ class Host:
         with suppress(OSError):  # the caller is gone, which is seen in a moment
             wire.send(conn, wire.PID, str(pid).encode())
         with suppress(OSError):
-            os.utime(f"{places.folder()}/{self.name}")
+            os.utime(self.door.path)
 
     def _fork(self, conn: socket.socket, caller: int, request: Request) -> tuple[int, int, int]:
         """A process for the command, a descriptor of it, and the pipe on which it tells things. Raises OSError."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvcli.api.checks import parse_tokens
+from kvcli.api.checks import lora_option, parse_tokens
 from kvcli.codecs import canonical
 from kvcli.errors import UsageError
 from kvcli.options import SampleOptions
@@ -136,8 +136,6 @@ def _card(value: Any) -> str:
 
 
 def _scaled(value: Any) -> list[str]:
-    from kvcli.api.checks import lora_option
-
     found = [lora_option(text) for text in value]
     plain = [word for each in found if each.scale == 1 for word in ("--lora", each.path)]
     return plain + [f"--lora-scaled={each.path}:{each.scale:g}" for each in found if each.scale != 1]
@@ -174,7 +172,6 @@ _SELDOM = Refused("it guesses a fixed number of tokens, which kv decides as it g
 _TOLD = Refused("it does not tell what its cache holds")
 _SEVERAL = Refused("one answer is asked for; `kv serve --engine vllm` writes several")
 _SPLIT = Refused("it divides a model by layers, see `--pp`")
-_SYSTEM = Refused("it computes where it was built for")
 
 
 def _same(meaning: Meaning) -> Row:
@@ -328,8 +325,9 @@ def refusal(flag: str, value: Any, program: str) -> str:
     found = row[PROGRAMS.index(program)] if row else None
     if found is None:
         return f"{flag} is not for {program}"
-    refused = isinstance(found, Refused) and value is not False
-    return f"{flag} cannot be used with {program}: {found.why.replace('`', '')}" if refused else ""  # type: ignore[union-attr]
+    if isinstance(found, Refused) and value is not False:
+        return f"{flag} cannot be used with {program}: {found.why.replace('`', '')}"
+    return ""
 
 
 def _meanings(given: Mapping[str, Any], program: str) -> list[tuple[Meaning | None, Any]]:

@@ -137,7 +137,7 @@ async def _no_route(guard: Guard, request: Request, error: Exception) -> Respons
     return _refused(Failure(status, known.get(status, "the call failed")), _worded_for(request.url.path), {})
 
 
-_ENGINES = (
+_INTERFACES = (
     ((*openai.ROUTES, *completions.ROUTES, *responses.ROUTES), openai.failure),
     (anthropic.ROUTES, anthropic.failure),
     (ollama.ROUTES, ollama.failure),
@@ -145,7 +145,7 @@ _ENGINES = (
 )
 
 
-def application(serving: Serving[Any], guard: Guard, interfaces: Any = _ENGINES) -> Starlette:
+def application(serving: Serving[Any], guard: Guard, interfaces: Any = _INTERFACES) -> Starlette:
     """The ASGI application of a server. `interfaces`: routes, and how each words errors."""
     routes = [
         Route(path, _endpoint(handler, worded, serving, guard), methods=[method])

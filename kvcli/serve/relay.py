@@ -16,7 +16,7 @@ from kvcli.peers import http1, mapping
 from kvcli.serve import anthropic, asked, native, ollama, openai, responses, wire
 from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.serving import Serving
-from kvcli.serve.upstream import CHAT, GONE, TEXT, Upstream
+from kvcli.serve.upstream import CHAT, TEXT, Upstream, gone
 
 Relay = Serving[Upstream]
 
@@ -49,7 +49,7 @@ async def _pieces(answered: http1.Answered) -> wire.RawPieces:
         while piece := await answered.piece():
             yield piece
     except http1.PeerGone:
-        yield openai.failed(Failure.of(GONE)).encode()
+        yield openai.failed(Failure.of(gone())).encode()
 
 
 async def _page(target: str, request: Request, serving: Relay, body: bytes) -> Response:
@@ -61,7 +61,7 @@ async def _page(target: str, request: Request, serving: Relay, body: bytes) -> R
         finally:
             answered.close()
     except http1.PeerGone:
-        raise GONE from None
+        raise gone() from None
     return Response(data, answered.status, media_type=answered.headers.get("content-type"))
 
 
@@ -109,7 +109,7 @@ _OLLAMA: tuple[Any, ...] = tuple(
     (method, path, partial(_unknown, _NOT_TOLD[path]) if path in _NOT_TOLD else handler)
     for method, path, handler in ollama.ROUTES
 )
-_OPENAI = (route for route in openai.ROUTES if route[1] not in (CHAT, TEXT))
+_OPENAI = tuple(route for route in openai.ROUTES if route[1] not in (CHAT, TEXT))
 INTERFACES = (
     ((*_THROUGH, *_OPENAI, *responses.ROUTES), openai.failure),
     (anthropic.ROUTES, anthropic.failure),

@@ -13,13 +13,17 @@ from kvcli.peers import http1, mapping
 from kvcli.runtime.engine.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.text.tools.parts import CallPart
 from kvcli.serve import asked
+from kvcli.serve.asked import Json
 from kvcli.serve.failures import Refused
 from kvcli.serve.replies import PING_S, NoModel, Question, Reply
 from kvcli.serve.worker import Busy, Stopped
 
-Json = dict[str, Any]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-GONE = Stopped("vLLM does not answer any more")
+
+
+def gone() -> Stopped:
+    """What is raised where the program has ended."""
+    return Stopped("vLLM does not answer any more")
 
 
 class Called:
@@ -89,7 +93,7 @@ class Upstream:
             return reply
         except BaseException as error:
             called.close()
-            raise GONE if isinstance(error, http1.PeerGone) else error from None
+            raise gone() if isinstance(error, http1.PeerGone) else error from None
 
     # --- how it is asked
 
@@ -102,14 +106,14 @@ class Upstream:
             return Called(self, await http1.call(self.socket, "POST", target, body))
         except BaseException as error:
             self.busy -= 1
-            raise GONE if isinstance(error, http1.PeerGone) else error from None
+            raise gone() if isinstance(error, http1.PeerGone) else error from None
 
     async def post(self, target: str, value: Json) -> Json:
         """What is answered at once. Raises KVError."""
         try:
             status, found = await http1.asked(self.socket, target, value)
         except http1.PeerGone:
-            raise GONE from None
+            raise gone() from None
         if status != 200 or not isinstance(found, dict):
             raise refused(status, json.dumps(found).encode())
         return found

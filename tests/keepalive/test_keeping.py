@@ -179,7 +179,7 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
 @pytest.mark.parametrize("reason", ["", "file", "gone file", "socket", "other socket", "idle", "memory"])
 def test_reasons_to_leave(reason: str, idle: host.Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pressure, "is_high", lambda: reason == "memory")
-    path = tmp_path / "kv" / idle.name
+    path = tmp_path / "kv" / idle.door.name
     if reason == "file":
         (tmp_path / "m.gguf").write_bytes(b"model.")
     elif reason == "gone file":
@@ -230,7 +230,7 @@ def test_a_command_is_handed_on_once_the_other_process_has_taken_it(ack: bool, i
     child = os.fork()
     if child == 0:
         try:
-            request.hand_on(here.Forked("", None, asked, theirs, -1, 0), idle.name)
+            request.hand_on(here.Forked("", None, asked, theirs, -1, 0), idle.door.name)
             os._exit(0)
         finally:
             os._exit(1)

@@ -308,10 +308,8 @@ def run(
         load = replace(draft.add_to(model.options(invocation.offline), spec), mtp=sample.spec == MTP)
         policy = overflow.on_overflow
         keeping.find_process(load, staying.seconds, output.verify_estimate, invocation)
-        chat, tools = (
-            template.options(prompt.raw, thought.reasoning_budget),
-            calls.listed(prompt, render.telling(invocation)),
-        )
+        chat = template.options(prompt.raw, thought.reasoning_budget)
+        tools = calls.listed(prompt, render.telling(invocation))
         load = replace(load, chat=tools.told(chat) if tools else chat)
         sampling = sample.options(attended=many.batch is None and render.is_terminal(sys.stdout))
         sampling = replace(sampling, logprobs=output.asked_logprobs(), grammar=shape.source())

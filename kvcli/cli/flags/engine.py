@@ -26,44 +26,6 @@ def _offload(text: str) -> None:
     parse_size(text, "--cpu-offload")
 
 
-Tp = Annotated[
-    int,
-    _option(
-        "--tp",
-        metavar="N",
-        help="With --engine vllm: number of GPUs that share each layer.",
-        callback=in_range("--tp", 1, 1024),
-    ),
-]
-Pp = Annotated[
-    int,
-    _option(
-        "--pp",
-        metavar="N",
-        help="With --engine vllm: number of stages that the layers are divided into.",
-        callback=in_range("--pp", 1, 1024),
-    ),
-]
-Nodes = Annotated[
-    int,
-    _option(
-        "--nodes",
-        metavar="N",
-        help="With --engine vllm: number of machines, of a Ray cluster that is there.",
-        callback=in_range("--nodes", 1, 1024),
-    ),
-]
-CpuOffload = Annotated[
-    str | None,
-    _option(
-        "--cpu-offload",
-        metavar="SIZE",
-        help="With --engine vllm: weights of each GPU that stay in main memory, e.g. 4GiB.",
-        callback=checked(_offload),
-    ),
-]
-
-
 @dataclass(frozen=True)
 class EngineFlags:
     """Which program computes."""
@@ -77,10 +39,42 @@ class EngineFlags:
             callback=one_of("--engine", (KV, VLLM)),
         ),
     ] = KV
-    tp: Tp = 1
-    pp: Pp = 1
-    nodes: Nodes = 1
-    cpu_offload: CpuOffload = None
+    tp: Annotated[
+        int,
+        _option(
+            "--tp",
+            metavar="N",
+            help="With --engine vllm: number of GPUs that share each layer.",
+            callback=in_range("--tp", 1, 1024),
+        ),
+    ] = 1
+    pp: Annotated[
+        int,
+        _option(
+            "--pp",
+            metavar="N",
+            help="With --engine vllm: number of stages that the layers are divided into.",
+            callback=in_range("--pp", 1, 1024),
+        ),
+    ] = 1
+    nodes: Annotated[
+        int,
+        _option(
+            "--nodes",
+            metavar="N",
+            help="With --engine vllm: number of machines, of a Ray cluster that is there.",
+            callback=in_range("--nodes", 1, 1024),
+        ),
+    ] = 1
+    cpu_offload: Annotated[
+        str | None,
+        _option(
+            "--cpu-offload",
+            metavar="SIZE",
+            help="With --engine vllm: weights of each GPU that stay in main memory, e.g. 4GiB.",
+            callback=checked(_offload),
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for what needs another engine."""

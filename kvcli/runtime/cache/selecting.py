@@ -89,7 +89,7 @@ class Selector:
     def first_noted(self, prompt_tokens: int) -> int:
         """The first query of a prompt of so many tokens that is to be noted; NEVER = none is."""
         scorer = self.selection.scorer
-        if scorer.watches == ALL or scorer.queries:
+        if scorer.remembers:
             return 0
         return max(0, prompt_tokens - scorer.watches) if scorer.watches else NEVER
 

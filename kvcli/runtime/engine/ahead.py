@@ -42,8 +42,10 @@ class RowsAhead:
             return logits.cpu()
         from kvcli.runtime.engine.decoding import DeviceRows
 
+        if not DeviceRows.possible(sampler):
+            return logits.cpu()
         self._rows = self._rows or DeviceRows(sampler, logits.shape[1], logits.device)
-        return self._rows.chosen(logits, first) if DeviceRows.possible(sampler) else logits.cpu()
+        return self._rows.chosen(logits, first)
 
     def take_back(self, seq: Sequence) -> None:
         """Give up rows that would not be there without guesses."""

@@ -78,11 +78,11 @@ class SafetensorsModel(ModelFile):
 
     def _count_ahead(self) -> None:
         """Layers that predict further tokens are counted where the folder has them: configs name them all the same."""
-        block_count, first = (f"{self._metadata['general.architecture']}.{key}" for key in ("block_count", ""))
-        while f"blk.{self._metadata[block_count]}.nextn.eh_proj.weight" in self._infos:
-            self._metadata[block_count] += 1
-            key = f"{first}nextn_predict_layers"
-            self._metadata[key] = self._metadata.get(key, 0) + 1
+        arch = self._metadata["general.architecture"]
+        count, ahead = f"{arch}.block_count", f"{arch}.nextn_predict_layers"
+        while f"blk.{self._metadata[count]}.nextn.eh_proj.weight" in self._infos:
+            self._metadata[count] += 1
+            self._metadata[ahead] = self._metadata.get(ahead, 0) + 1
 
     def _present(
         self, merged: Mapping[str, safetensors.TensorInfo], config: Mapping[str, Any], quantize: str

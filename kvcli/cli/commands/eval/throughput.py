@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli import engines, render
+from kvcli.cli.commands.eval.plot import Points
 from kvcli.cli.commands.eval.results import setting_object
 from kvcli.cli.flags.compared import Compared
 from kvcli.cli.interrupt import Interrupts
@@ -61,7 +62,10 @@ def measure(
     rates, objects, failures = list[Rate](), list[dict[str, Any]](), list[str]()
     tests = len(settings) * len(what.lengths) * len(what.counts)
     counter = iter(range(1, tests + 1))
-    tell = lambda name, text: render.step(f"{next(counter)} of {tests}: {name} {text}", invocation)  # noqa: E731
+
+    def tell(name: str, text: str) -> None:
+        render.step(f"{next(counter)} of {tests}: {name} {text}", invocation)
+
     for each in settings:
         cache = replace(each.cache, ctx_size=max(what.lengths), sequences=max(what.counts))
         try:
@@ -128,11 +132,11 @@ def _entry(rate: Rate) -> dict[str, Any]:
     }
 
 
-def lines(rates: list[Rate]) -> tuple[dict[str, list[tuple[int, float]]], dict[str, list[tuple[int, float]]]]:
+def lines(rates: list[Rate]) -> tuple[Points, Points]:
     """Points of a picture: tokens a second by the number of sequences, a line for each setting and length; and by the
     length, a line for each setting and number of sequences."""
-    by_count: dict[str, list[tuple[int, float]]] = {}
-    by_length: dict[str, list[tuple[int, float]]] = {}
+    by_count: Points = {}
+    by_length: Points = {}
     for each in rates:
         name, rate = each.compared.name, each.found.median
         by_count.setdefault(f"{name}, {each.tokens:,} tokens", []).append((each.found.sequences, rate))
