@@ -78,7 +78,7 @@ class Engine:
         self.draft = self._draft(before)  # that of a model that guesses, where there is one
         drafts: Drafts | None = DraftModel(self.draft, self.config.vocab_size) if self.draft else None
         drafts = drafts or predictions(loaded, terms, before.session.drafts if before else None)
-        self.session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS, drafts)
+        self.session: Session = Session(GPU_COSTS if self.device.kind == CUDA else CPU_COSTS, drafts)
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
