@@ -73,10 +73,24 @@ INLINE int NAME(sees)(const NAME(piece) *t, int64_t window, int64_t pos, int64_t
 /* The span that an entry belongs to; it depends on positions alone, so that sums are the same ones whatever else is there. */
 INLINE int64_t NAME(span_of)(const kv_entry *e) { return e->first / SPAN_ROWS; }
 
-/* The first position of those that are looked at with an entry's first ones; of larger pages they begin at the page. */
+/* Positions that are looked at together, or one page if that is larger. */
+INLINE int64_t NAME(look_rows)(const kv_paged *kv) { return kv->page_size > LOOK_ROWS ? kv->page_size : LOOK_ROWS; }
+
+/* Whether an entry's page stands where pages begin, so that others are looked at with it; elsewhere it is alone. */
+INLINE int NAME(in_place)(const kv_paged *kv, const kv_entry *e) { return e->first % kv->page_size == 0; }
+
+/* The first position of those that are looked at with an entry's first ones. */
 INLINE int64_t NAME(look_of)(const kv_paged *kv, const kv_entry *e) {
-    int64_t rows = kv->page_size > LOOK_ROWS ? kv->page_size : LOOK_ROWS;
-    return e->first / rows * rows;
+    int64_t rows = NAME(look_rows)(kv);
+    return NAME(in_place)(kv, e) ? e->first / rows * rows : e->first;
+}
+
+/* The entry behind those that are looked at together with e, which are before `end`. */
+INLINE const kv_entry *NAME(next_look)(const kv_paged *kv, const kv_entry *e, const kv_entry *end) {
+    const kv_entry *next = e + 1;
+    int64_t position = NAME(look_of)(kv, e);
+    while (next < end && NAME(in_place)(kv, e) && NAME(in_place)(kv, next) && NAME(look_of)(kv, next) == position) next++;
+    return next;
 }
 
 /* Running softmax of one (query, head) row: max, sum, accumulator [dvp]. */
@@ -264,8 +278,8 @@ static void NAME(attend)(const NAME(attn_args) *a, int64_t head, int64_t t0, int
         int64_t span = NAME(span_of)(e);
         int any = 0;
         for (; e < end && NAME(span_of)(e) == span; e = next) {
-            int64_t position = NAME(look_of)(kv, e), beyond = position + (kv->page_size > LOOK_ROWS ? kv->page_size : LOOK_ROWS);
-            for (next = e; next < end && next->first < beyond;) next++;
+            int64_t position = NAME(look_of)(kv, e), beyond = position + NAME(look_rows)(kv);
+            next = NAME(next_look)(kv, e, end);
             for (; position < beyond; position += LOOK_ROWS) {
                 int looked = 0;
                 int64_t n_pieces = NAME(open_pieces)(a, e, next, position, head, first, last, read, many, keys, values, pieces, &looked);
@@ -377,10 +391,11 @@ static void NAME(share_spans)(NAME(attn_args) *a) {
 
 /* The most entries that have some of the same LOOK_ROWS positions. */
 static int64_t NAME(most_together)(const kv_paged *kv) {
+    const kv_entry *e = kv->entries, *end = e + kv->n_entries, *next;
     int64_t most = 1;
-    for (int64_t i = 0, from = 0; i < kv->n_entries; i++) {
-        if (NAME(look_of)(kv, kv->entries + i) != NAME(look_of)(kv, kv->entries + from)) from = i;
-        most = i + 1 - from > most ? i + 1 - from : most;
+    for (; e < end; e = next) {
+        next = NAME(next_look)(kv, e, end);
+        most = next - e > most ? next - e : most;
     }
     return most;
 }
