@@ -13,6 +13,7 @@ from engines import PROMPT
 from reusecases import Told, ask, engine_of, files_in, store_in
 
 from kvcli.options import PromptCacheOptions
+from kvcli.runtime.promptcache.file import PromptCacheFile
 
 SCOPES = ("", "work", "home")
 
@@ -64,3 +65,18 @@ def test_a_saved_chat_stays_in_its_scope(kv_here: KvHere, tmp_path: Path, monkey
     assert "its rows are kept in the scope work, as before" in err and "(disk)" not in err
     listed = json.loads(kv_here("cache", "ls", "--json")[1])["entries"]
     assert listed and {entry["scope"] for entry in listed} == {"work"}
+
+
+def test_documents_that_are_built_have_their_scope(kv_here: KvHere, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("some words that stay here " * 14)
+    words = ("cache", "build", "-m", str(tiny.make("llama").path), "-f", str(text), "--page-size", "16", "-c", "400")
+    words = (*words, "--raw", "--cache-scope", "work")
+    code, _, err = kv_here(*words, "--chunks", "--cache-dir", str(tmp_path / "prompts"))
+    assert code == 0, err
+    for each in files_in(tmp_path):
+        with PromptCacheFile(each) as found:
+            assert found.contents.identity["scope"] == "work"
+    assert files_in(tmp_path)
+    code, _, err = kv_here(*words, "-o", str(tmp_path / "rows"))
+    assert code == 2 and "--cache-scope needs --chunks" in err

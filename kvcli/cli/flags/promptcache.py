@@ -60,6 +60,18 @@ def _check_scope(name: str) -> str:
     return name and sessions.check_name(name, "scope")
 
 
+CacheScope = Annotated[
+    str,
+    _option(
+        "--cache-scope",
+        metavar="NAME",
+        help="Keep stored prompts apart: those of another scope are neither used nor told of.",
+        callback=checked(_check_scope),
+        show_default=False,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class StoreFlags:
     """The rows of long prompts are kept on disk, unless told otherwise."""
@@ -81,16 +93,7 @@ class StoreFlags:
     cache_ttl: Annotated[str, time_option("--cache-ttl", "How long an unused prompt stays stored, e.g. 36h or 7d.")] = (
         CACHE_TTL
     )
-    cache_scope: Annotated[
-        str,
-        _option(
-            "--cache-scope",
-            metavar="NAME",
-            help="Keep stored prompts apart: those of another scope are neither used nor told of.",
-            callback=checked(_check_scope),
-            show_default=False,
-        ),
-    ] = ""
+    cache_scope: CacheScope = ""
 
     def options(self, invocation: Invocation) -> PromptCacheOptions:
         """A folder that cannot be made is told at once."""

@@ -15,7 +15,7 @@ from kvcli.cli import engines, render, report
 from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.prompt import PromptFlags, Question
-from kvcli.cli.flags.promptcache import CacheDir, CacheMarks, store_folder, writable
+from kvcli.cli.flags.promptcache import CacheDir, CacheMarks, CacheScope, store_folder, writable
 from kvcli.cli.flags.shared import CacheFlags, ModelFlags, SystemFlags, grouped
 from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.interrupt import UNWIND, Interrupts, last_words
@@ -50,6 +50,7 @@ def build(
         typer.Option("--chunks", help="Store each file of -f by itself, for kv run --chunks; no -o, no other text."),
     ] = False,
     cache_dir: CacheDir = None,
+    cache_scope: CacheScope = "",
     instruction: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Text after the files.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -61,6 +62,8 @@ def build(
         _check_chunks(prompt, instruction, out, mark)
     elif out is None:
         raise UsageError("--output is missing", "name the file to create: -o FILE")
+    elif cache_scope:
+        raise UsageError("--cache-scope needs --chunks", "a file of -o is used where it is named, and nowhere else")
     invocation: Invocation = ctx.obj
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         scorer = eviction.policy(evict.evict).scorer
@@ -72,7 +75,8 @@ def build(
         question = question.of(loaded.text, invocation)
         if chunks:
             interrupts.stage = UNWIND
-            _build_chunks(engines.engine_of(loaded, invocation), question, cache_dir, invocation, json)
+            kept = PromptCacheOptions(store=store_folder(cache_dir), scope=cache_scope)
+            _build_chunks(engines.engine_of(loaded, invocation), question, kept, invocation, json)
             raise typer.Exit(interrupts.code)
         ids = question.ids(loaded.text)
         if len(ids) < cache_options.page_size:
@@ -120,7 +124,7 @@ def _check_chunks(prompt: PromptFlags, instruction: str | None, out: str | None,
 
 
 def _build_chunks(
-    engine: Engine, question: Question, cache_dir: str | None, invocation: Invocation, json: bool
+    engine: Engine, question: Question, options: PromptCacheOptions, invocation: Invocation, json: bool
 ) -> None:
     """Have the rows of each file by itself in the store."""
     from kvcli.runtime.engine.chunkcaches import LEAST, ChunkCaches, Document
@@ -129,7 +133,7 @@ def _build_chunks(
     for each in documents:
         if len(each.ids) < LEAST:
             raise UsageError(f"{each.name} has {len(each.ids)} tokens", f"less than {LEAST} are not worth storing")
-    options, told = PromptCacheOptions(store=store_folder(cache_dir)), list[dict[str, Any]]()
+    told = list[dict[str, Any]]()
     with closing(ChunkCaches(engine, documents, options, render.telling(invocation))) as caches:
         for each in documents:
             seq = caches.alone.new_sequence()
