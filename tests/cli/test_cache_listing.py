@@ -40,7 +40,7 @@ def root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ask(engine_of("llama", "int4"), PROMPT[:100], document)  # before f16, whose rows would serve it
     ask(engine_of("llama"), PROMPT[:100], document)
     ask(engine_of("llama"), [*PROMPT[:100], 5, 6, 7], document)
-    ask(engine_of("llama", page=32), PROMPT[:60], replace(store_in(tmp_path), chat="trip"))
+    ask(engine_of("llama", page=32), PROMPT[1:61], replace(store_in(tmp_path), chat="trip"))
     return tmp_path / "prompts"
 
 

@@ -125,6 +125,7 @@ def test_tokens_by_graph_give_rows_what_steps_give_them(arch: str, types: str, k
 
 
 @pytest.mark.slow
+@COMPILED
 def test_the_last_row_before_a_selection_is_not_computed_ahead():
     """What its query gives others could not be taken back."""
     model, layout, seq, hidden = selected("llama", "f16", "h2o", GpuBackend(torch.device(DEVICE)))

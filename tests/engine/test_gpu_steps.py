@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import tiny
-from support.gpucases import DEVICE, OPS
+from support.gpucases import COMPILED, DEVICE, OPS
 from support.kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -38,9 +38,9 @@ def _small(monkeypatch: pytest.MonkeyPatch):
     ("arch", "types", "retention"),
     [
         ("gemma3", "f16", None),
-        ("llama", "f16", Rolling(20, 32, PAGE)),
+        pytest.param("llama", "f16", Rolling(20, 32, PAGE), marks=COMPILED),
         ("gemma3", "int8", Rolling(5, 32, PAGE)),
-        ("qwen3moe", "f16", None),
+        pytest.param("qwen3moe", "f16", None, marks=COMPILED),
     ],
 )
 def test_hidden_states_are_those_of_the_reference(arch: str, types: str, retention: Retention | None) -> None:

@@ -281,6 +281,7 @@ def test_it_leaves_when_it_is_idle_or_told_to(staying: Staying) -> None:
     assert list(staying.places.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_process_is_known_while_it_starts_and_when_it_is_stopped(
     kv_command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernelcases import backend, one_thread, same_bits, whole
 
@@ -119,6 +119,7 @@ def expected(kv: PagedKV, q: torch.Tensor, turned: torch.Tensor, start: int, win
 @given(
     seed=st.integers(0, 999), last=st.sampled_from((40, 300)), n=st.integers(1, 40), window=st.sampled_from((0, 0, 25))
 )
+@example(seed=109, last=40, n=5, window=0)  # two pages at one position
 def test_kernels_see_what_the_list_says_and_nothing_else(
     types: tuple[str, str], name: str, seed: int, last: int, n: int, window: int
 ):

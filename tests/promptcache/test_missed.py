@@ -39,14 +39,12 @@ def keep(root: Path, options: CacheOptions, prompt: list[int] = PROMPT, variant:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (replace(BASE, page_size=32), "page size 16, this run has 32"),
         (replace(INT4, sinks=2), "`sinks` 1, this run has 2"),
         (replace(INT4, tail=0), "`tail` 1, this run has 0"),
         (replace(BASE, type_k="int8", type_v="int8"), "cache type int4, this run has int8"),
         (replace(INT4, type_k="int8"), "cache type int4, this run has int8/int4"),
         (replace(INT4, page_size=32), "page size 16, this run has 32"),
-        (replace(BASE, page_size=32, type_k="fp8", type_v="fp8"),
-         "cache type int4 (this run: fp8) and page size 16 (this run: 32)"),
+        (replace(BASE, page_size=32, type_k="fp8", type_v="fp8"), "cache type f16, this run has fp8"),
     ],
 )  # fmt: skip
 def test_the_closest_entry_is_named(tmp_path: Path, options: CacheOptions, told: str) -> None:

@@ -85,11 +85,20 @@ INLINE int64_t NAME(look_of)(const kv_paged *kv, const kv_entry *e) {
     return NAME(in_place)(kv, e) ? e->first / rows * rows : e->first;
 }
 
+/* Whether some query sees a row of entries [e, next) at a position where it sees one of `next`, too. */
+INLINE int NAME(in_the_way)(const kv_entry *e, const kv_entry *next) {
+    for (; e < next; e++)
+        if (e->first == next->first && e->lo < next->hi && next->lo < e->hi && e->since < next->until && next->since < e->until) return 1;
+    return 0;
+}
+
 /* The entry behind those that are looked at together with e, which are before `end`. */
 INLINE const kv_entry *NAME(next_look)(const kv_paged *kv, const kv_entry *e, const kv_entry *end) {
     const kv_entry *next = e + 1;
     int64_t position = NAME(look_of)(kv, e);
-    while (next < end && NAME(in_place)(kv, e) && NAME(in_place)(kv, next) && NAME(look_of)(kv, next) == position) next++;
+    while (next < end && NAME(in_place)(kv, e) && NAME(in_place)(kv, next) && NAME(look_of)(kv, next) == position &&
+           !NAME(in_the_way)(e, next))
+        next++;
     return next;
 }
 
