@@ -1,6 +1,6 @@
 """Write the tables of docs/engines.md: what options of kv are in other programs.
 
-python benchmarks/engines.py [--check]
+python benchmarks/engine_options.py [--check]
 """
 
 from __future__ import annotations
