@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcli.cli import foreign
-from kvcli.errors import UsageError
+from kvcli.errors import ModelError, UsageError
 from kvcli.words import listed, meant, near
 
 _SHOWN = 3  # of the words that are too many, and of commands
@@ -76,7 +76,10 @@ class Reader:
                 raise UsageError(f"{name} takes no value: {word}", f"see {self.path} --help")
             return [ours]
         if value is None and (choices := _optional(self.options[ours])):
-            value = rest.pop(0) if rest and rest[0] in choices else choices[0]
+            there = bool(rest) and rest[0] in choices
+            if rest and not there and not rest[0].startswith("-"):
+                _check_model(name, rest[0], choices)
+            value = rest.pop(0) if there else choices[0]
         elif value is None:
             value = self._next(self.options[ours], name, rest)
         return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
@@ -145,6 +148,17 @@ def _optional(param: Any) -> list[str]:
     value."""
     metavar = str(param.metavar or "")
     return metavar.strip("[]").split("|") if metavar.startswith("[") and param.param_type_name == "option" else []
+
+
+def _check_model(name: str, word: str, choices: Sequence[str]) -> None:
+    """Raises UsageError where the word behind an option that may have a value is neither that nor a model's name."""
+    from kvcli.runtime.hub.modelref import ModelRef
+
+    try:
+        ModelRef.parse(word, planning=True)
+    except ModelError as error:
+        both = f"'{word}' behind {name} is neither one of {', '.join(choices)} nor the name of a model"
+        raise UsageError(both, error.hint) from None
 
 
 def _takes_value(param: Any) -> bool:

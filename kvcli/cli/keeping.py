@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import select
 import signal
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -154,13 +154,16 @@ def stop(name: str) -> dict[str, Any] | None:
 
 def _end(name: str) -> dict[str, Any] | None:
     """Let a process go on that does not answer, and leave; what it was."""
-    about, until = _silent(name), time.monotonic() + ANSWER_S
+    about = _silent(name)
     if about is not None:
-        for number in (signal.SIGTERM, signal.SIGCONT):
-            with suppress(ProcessLookupError):
-                os.kill(about["pid"], number)
-        while places.owner(name) and time.monotonic() < until:
-            time.sleep(0.05)
+        with suppress(ProcessLookupError):
+            process = os.pidfd_open(about["pid"])
+            try:
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    signal.pidfd_send_signal(process, number)
+                select.select([process], [], [], ANSWER_S)
+            finally:
+                os.close(process)
     return about
 
 

@@ -54,10 +54,10 @@ def main() -> None:
     os.pwrite(lock, json.dumps(about()).encode(), 0)  # for those whom it does not answer
     door.attend(about, lock)
     host = Host(wanted, _load(wanted), lock, door)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: host.leave())
     host.warm_up()
     host.listen()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before, they end it
+        signal.signal(number, lambda *_: host.leave())
     host.serve()
     os._exit(0)  # in a hurry: whoever waits for the end waits for the memory
 

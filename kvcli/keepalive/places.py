@@ -86,7 +86,7 @@ def only_one(key: str) -> "int | None":
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.fcntl(lock, fcntl.F_OFD_SETLK, _whole(fcntl.F_WRLCK))
             if os.fstat(lock).st_ino == os.stat(path).st_ino:
                 os.truncate(lock, 0)  # one that was killed may have left what it was
                 return lock
@@ -101,13 +101,18 @@ def only_one(key: str) -> "int | None":
 def owner(name: str) -> bytes:
     """What the process of that socket wrote into its lock; b"" where nobody has it."""
     import fcntl
+    import struct
 
-    try:
-        with open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
+    with suppress(OSError), open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
+        found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _whole(fcntl.F_WRLCK))
+        if struct.unpack_from("h", found)[0] != fcntl.F_UNLCK:
             return lock.read()
-    except OSError:
-        pass
     return b""
+
+
+def _whole(kind: int) -> bytes:
+    """A `struct flock` of a whole file. Such a lock belongs to an open file, as one of `flock` does, and others can ask
+    for it without having it for a moment."""
+    import struct
+
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)

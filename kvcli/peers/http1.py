@@ -10,6 +10,8 @@ from typing import Any
 import h11
 
 _PIECE = 1 << 16
+SILENCE_S = 30.0  # of an answer, behind which it is asked whether anybody is there
+ANSWER_S = 30.0  # that what is answered at once may take
 
 
 class PeerGone(Exception):
@@ -19,8 +21,10 @@ class PeerGone(Exception):
 class Answered:
     """The answer to a call, whose body is still to come. Close it: what nobody reads is not computed."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: h11.Connection) -> None:
-        self._reader, self._writer, self._connection = reader, writer, connection
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: h11.Connection, socket: str
+    ) -> None:
+        self._reader, self._writer, self._connection, self._socket = reader, writer, connection, socket
         self.status = 0
         self.headers: dict[str, str] = {}
 
@@ -42,10 +46,18 @@ class Answered:
     async def _event(self) -> Any:
         try:
             while (event := self._connection.next_event()) is h11.NEED_DATA:
-                self._connection.receive_data(await self._reader.read(_PIECE))
+                self._connection.receive_data(await self._received())
             return event
         except (OSError, h11.ProtocolError) as error:
             raise PeerGone(str(error)) from None
+
+    async def _received(self) -> bytes:
+        """Whatever comes next, however long it takes, as long as the program answers others. Raises PeerGone."""
+        while True:
+            try:
+                return await asyncio.wait_for(self._reader.read(_PIECE), SILENCE_S)
+            except asyncio.TimeoutError:
+                await asked(self._socket, "/health")
 
     async def _begin(self) -> None:
         while not isinstance(event := await self._event(), h11.Response):
@@ -58,22 +70,22 @@ class Answered:
 async def call(socket: str, method: str, target: str, body: bytes = b"") -> Answered:
     """Begin a call. Raises PeerGone."""
     try:
-        reader, writer = await asyncio.open_unix_connection(socket)
-    except OSError as error:
-        raise PeerGone(error.strerror or str(error)) from None
+        reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(socket), ANSWER_S)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise PeerGone(str(error) or "it takes no calls") from None
     connection = h11.Connection(h11.CLIENT)
-    answered = Answered(reader, writer, connection)
+    answered = Answered(reader, writer, connection, socket)
     headers = [("host", "localhost"), ("connection", "close"), ("content-length", str(len(body)))]
     headers += [("content-type", "application/json")] if body else []
     try:
         sent = connection.send(h11.Request(method=method, target=target, headers=headers)) or b""
         sent += (connection.send(h11.Data(data=body)) or b"") + (connection.send(h11.EndOfMessage()) or b"")
         writer.write(sent)
-        await writer.drain()
+        await asyncio.wait_for(writer.drain(), ANSWER_S)
         await answered._begin()
-    except OSError as error:
+    except (OSError, asyncio.TimeoutError) as error:
         writer.close()
-        raise PeerGone(str(error)) from None
+        raise PeerGone(str(error) or "it does not read") from None
     except BaseException:
         writer.close()
         raise
@@ -81,16 +93,24 @@ async def call(socket: str, method: str, target: str, body: bytes = b"") -> Answ
 
 
 async def asked(socket: str, target: str, value: Any = None) -> tuple[int, Any]:
-    """Status and JSON of a whole answer, None where it has none; `value`: what is posted. Raises PeerGone."""
+    """Status and JSON of a whole answer, None where it has none; `value`: what is posted. Raises PeerGone, also where
+    it takes longer than ANSWER_S."""
     body = b"" if value is None else json.dumps(value).encode()
+    try:
+        status, data = await asyncio.wait_for(_at_once(socket, target, body), ANSWER_S)
+    except asyncio.TimeoutError:
+        raise PeerGone("it does not answer") from None
+    with suppress(ValueError):
+        return status, json.loads(data)
+    return status, None
+
+
+async def _at_once(socket: str, target: str, body: bytes) -> tuple[int, bytes]:
     answered = await call(socket, "POST" if body else "GET", target, body)
     try:
-        data = await answered.whole()
+        return answered.status, await answered.whole()
     finally:
         answered.close()
-    with suppress(ValueError):
-        return answered.status, json.loads(data)
-    return answered.status, None
 
 
 class Events:

@@ -345,7 +345,12 @@ def words(given: Mapping[str, Any], program: str) -> list[str]:
 
 def variables(given: Mapping[str, Any]) -> dict[str, str]:
     """What vLLM is started with in its environment. Raises UsageError."""
-    found = _meanings(given, VLLM)
+    found, cards = _meanings(given, VLLM), given.get("--tp", 1) * given.get("--pp", 1)
+    if cards > 1 and ":" in str(given.get("--device", "")):
+        raise UsageError(
+            f"--device {given['--device']} is one GPU, and --tp and --pp need {cards}",
+            "leave --device out; CUDA_VISIBLE_DEVICES names several",
+        )
     named = [(each.name, each.value(value)) for each, value in found if isinstance(each, Variable)]
     return {name: value for name, value in named if value}
 

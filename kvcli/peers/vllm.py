@@ -66,7 +66,7 @@ def find() -> str:
     if found is None:
         raise ModelError(
             "vLLM is not installed, or not in PATH",
-            "pip install 'kvcli[vllm]', or install it in an environment of its own and put that into PATH",
+            "pip install vllm, here or in an environment of its own that is put into PATH",
         )
     return found
 
@@ -95,19 +95,25 @@ def running(
 
 def wait(program: Program) -> None:
     """Until it answers. Raises Ended."""
-    while not asyncio.run(_answers(program)):
+    while not asyncio.run(answers(program)):
         if program.ended:
             raise program.failure()
         time.sleep(_LOOK_S)
 
 
-async def _answers(program: Program) -> bool:
+async def answers(program: Program) -> bool:
     try:
         status, _ = await http1.asked(program.socket, "/health")
         if status != 200:
             return False
-        _, models = await http1.asked(program.socket, "/v1/models")
+        status, models = await http1.asked(program.socket, "/v1/models")
+        if status != 200:
+            return False
         program.ctx_size = int(models["data"][0]["max_model_len"])
         return True
     except http1.PeerGone:
         return False
+    except (ValueError, LookupError, TypeError):
+        raise ModelError(
+            "vLLM does not say how long its context is (max_model_len in /v1/models)", "kv needs 0.19 or newer"
+        ) from None

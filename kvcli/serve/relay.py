@@ -16,7 +16,7 @@ from kvcli.peers import http1, mapping
 from kvcli.serve import anthropic, asked, native, ollama, openai, responses, wire
 from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.serving import Serving
-from kvcli.serve.upstream import CHAT, TEXT, Upstream, gone
+from kvcli.serve.upstream import CHAT, TEXT, Upstream, gone, not_an_answer, read
 
 Relay = Serving[Upstream]
 
@@ -40,11 +40,28 @@ async def _through(target: str, request: Request, serving: Relay, body: bytes) -
     called = await wire.while_connected(request, upstream.begin(target, json.dumps(sent).encode()))
     answered = called.answered
     kind = answered.headers.get("content-type", "application/json")
-    return wire.Stream(_pieces(answered), called, kind, status=answered.status)
+    if kind.startswith("text/event-stream"):
+        return wire.Stream(_pieces(answered), called, kind, status=answered.status)
+    async with called:
+        return Response(await wire.while_connected(request, whole(answered)), answered.status, media_type=kind)
+
+
+async def whole(answered: http1.Answered) -> bytes:
+    """An answer that is not streamed. Raises Stopped where it ends too early, Refused where it is none."""
+    try:
+        data = await answered.whole()
+    except http1.PeerGone:
+        raise gone() from None
+    if answered.status == 200:
+        try:
+            msgspec.json.decode(data, type=dict)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+            raise not_an_answer() from None
+    return data
 
 
 async def _pieces(answered: http1.Answered) -> wire.RawPieces:
-    """Where it ends too early that is told in a stream; a whole answer is cut, which its length tells."""
+    """A stream; where it ends too early, that is told in it."""
     try:
         while piece := await answered.piece():
             yield piece
@@ -78,16 +95,20 @@ async def _tokenize(request: Request, serving: Relay, body: bytes) -> Response:
     await serving.host.load(call.model)
     how = {"add_special_tokens": call.add_special, "return_token_strs": call.with_pieces}
     found = await serving.host.post("/tokenize", {"model": serving.host.name, "prompt": call.content, **how})
-    ids = found["tokens"]
+    return wire.object_response({"tokens": read(partial(_tokens, call.with_pieces), found)})
+
+
+def _tokens(with_pieces: bool, found: dict[str, Any]) -> list[Any]:
+    ids = list(found["tokens"])
     pairs = zip(ids, found.get("token_strs") or [""] * len(ids), strict=True)
-    return wire.object_response({"tokens": [{"id": i, "piece": p} for i, p in pairs] if call.with_pieces else ids})
+    return [{"id": i, "piece": p} for i, p in pairs] if with_pieces else ids
 
 
 async def _detokenize(request: Request, serving: Relay, body: bytes) -> Response:
     call = asked.decoded(body, native.DetokenizeCall)
     await serving.host.load(call.model)
     found = await serving.host.post("/detokenize", {"model": serving.host.name, "tokens": call.tokens})
-    return wire.object_response({"content": found["prompt"]})
+    return wire.object_response({"content": read(lambda found: str(found["prompt"]), found)})
 
 
 async def _unknown(what: str, request: Request, serving: Relay, body: bytes) -> Response:

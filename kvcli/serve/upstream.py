@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcli.peers import http1, mapping
 from kvcli.runtime.engine.events import End, Event, Prefill, Timings, Token, Usage
@@ -18,12 +18,19 @@ from kvcli.serve.failures import Refused
 from kvcli.serve.replies import PING_S, NoModel, Question, Reply
 from kvcli.serve.worker import Busy, Stopped
 
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 def gone() -> Stopped:
     """What is raised where the program has ended."""
     return Stopped("vLLM does not answer any more")
+
+
+def not_an_answer() -> Refused:
+    """What is raised where it says what we cannot read."""
+    return Refused(502, "vLLM: its answer is not one of OpenAI's interface")
 
 
 class Called:
@@ -79,7 +86,7 @@ class Upstream:
         told = {"model", "messages", "prompt", "tools", "chat_template_kwargs"}
         told |= {"add_generation_prompt", "continue_final_message"}
         body = {key: value for key, value in self._body(question).items() if key in told}
-        return int((await self.post("/tokenize", body))["count"])
+        return read(lambda found: int(found["count"]), await self.post("/tokenize", body))
 
     async def ask(self, question: Question) -> Reply:
         await self.load(question.model)
@@ -180,6 +187,14 @@ def refused(status: int, body: bytes) -> Refused:
     return Refused(status if 400 <= status < 600 else 502, f"vLLM: {' '.join(message.split())[:1000]}")
 
 
+def read(make: Callable[[Given], Made], given: Given) -> Made:
+    """What `make` finds in something of an answer. Raises Refused where that is not as it should be."""
+    try:
+        return make(given)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise not_an_answer() from None
+
+
 _ENDS = {"stop": "stop", "tool_calls": "stop", "function_call": "stop", "length": "length"}
 
 
@@ -204,7 +219,7 @@ class UpstreamReply(Reply):
         yield 0, Prefill(self.prompt_tokens, self.prompt_tokens, self._reused)
         chunk: Json | None = self._first
         while chunk is not None:
-            for event in self._of(chunk):
+            for event in read(self._of, chunk):
                 yield event
             while True:
                 try:
@@ -229,12 +244,16 @@ class UpstreamReply(Reply):
             raise Stopped("vLLM ended in the middle of an answer") from None
         if text is None or text == "[DONE]":
             return None
+        return read(self._chunk, text)
+
+    def _chunk(self, text: str) -> Json:
         chunk: Json = json.loads(text)
         if "error" in chunk:
-            raise refused(int(chunk["error"].get("code") or 500), text.encode())
+            code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
+            raise refused(code if isinstance(code, int) else 500, text.encode())
         if usage := chunk.get("usage"):
             self._usage = usage
-            self.prompt_tokens = usage["prompt_tokens"]
+            self.prompt_tokens = int(usage["prompt_tokens"])
         return chunk
 
     def _of(self, chunk: Json) -> list[tuple[int, Event]]:

@@ -44,6 +44,9 @@ def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:
     assert (code, out) == (4, "") and "a context of 10,485,760 does not fit with any type, one of 131,072 does" in err
     code, out, err = kv_here("estimate", "llama-3.1-8b", "--gpu", "rtx3060-12g", "-c", "1k,2k", "--print-args")
     assert (code, out) == (2, "") and "one context" in err
+    for model in ([], ["-m", "llama-3.1-8b"]):
+        code, out, err = kv_here("estimate", *model, "--vram", "80G", "--print-args", "tgi")
+        assert (code, out) == (2, "") and "'tgi' behind --print-args is neither one of kv, vllm, sglang" in err
 
 
 def test_no_cache_type_is_forgotten() -> None:

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,3 +316,23 @@ def test_a_lock_says_nothing_of_who_had_it_before(tmp_path: Path, monkeypatch: p
         assert places.owner(name) == told
         os.close(lock)  # as one that is killed leaves it
     assert places.owner(name) == b""
+
+
+def test_who_asks_for_an_owner_keeps_nobody_from_being_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    name, over = f"{places.kind()}-a{places.SOCKET}", threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            places.owner(name)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(300):
+            lock = places.only_one("a")
+            assert lock is not None
+            os.close(lock)
+    finally:
+        over.set()
+        asking.join()

@@ -299,3 +299,7 @@ def test_a_process_is_known_while_it_starts_and_when_it_is_stopped(
     second = until(made.processes)[0]
     assert made.run("stop", "--all")[0] == 0
     until(lambda: not is_alive(second["pid"]) and not made.processes())
+    assert made.run(*run, "--keep-alive", "1d")[0] == 0
+    third = until(made.processes)[0]
+    os.kill(third["pid"], signal.SIGTERM)  # it obeys at any time
+    until(lambda: not is_alive(third["pid"]) and not made.processes())

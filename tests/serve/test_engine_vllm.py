@@ -88,7 +88,7 @@ def served(vllm: Vllm) -> Iterator[str]:
 
 def test_one_answer(vllm: Vllm) -> None:
     options = ("-c", "1k", "-ct", "fp8", "--no-cache", "-ub", "128", "--tp", "2", "--pp", "4", "--nodes", "2")
-    more = ("--cpu-offload", "4GiB", "--vram-limit", "0.5", "--device", "cuda:3", "--page-size", "32", "--no-stats")
+    more = ("--cpu-offload", "4GiB", "--vram-limit", "0.5", "--page-size", "32", "--no-stats")
     how = ("-n", "3", "--top-k", "7", "--repeat-penalty", "1.1", "-r", "X", "--logit-bias", "5+1", "-sys", "Be brief.")
     code, out, err = vllm.run("run", "--engine", "vllm", "-m", "tiny", *options, *more, *how, "one two three four")
     assert (code, out) == (0, "one two three \n"), err
@@ -100,7 +100,7 @@ def test_one_answer(vllm: Vllm) -> None:
         "--cpu-offload-gb": "4", "--gpu-memory-utilization": "0.5", "--block-size": "32",
     }  # fmt: skip
     assert {name: words[words.index(name) + 1] for name in pairs} == pairs
-    assert "--no-enable-prefix-caching" in words and vllm.started["environment"]["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "--no-enable-prefix-caching" in words
     body = vllm.asked["body"]
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     told = {"max_tokens": 3, "top_k": 7, "repetition_penalty": 1.1, "stop": ["X"], "logit_bias": {"5": 1.0}}

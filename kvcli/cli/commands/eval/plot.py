@@ -1,5 +1,4 @@
-"""`--plot`: the results of `kv eval` as a picture. Needs matplotlib, which nothing else does: pip install
-'kvcli[plot]'."""
+"""`--plot`: the results of `kv eval` as a picture. Needs matplotlib, which nothing else does."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def check(path: str) -> None:
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"--plot {path}: there is no folder {os.path.dirname(path)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'kvcli[plot]'")
+        raise UsageError("--plot needs matplotlib, which is not installed", "pip install matplotlib")
 
 
 Points = dict[str, list[tuple[int, float]]]  # lines by their names

@@ -1,0 +1,132 @@
+"""What a program answers that is not as it should be, and a program that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcli.errors import KVError, ModelError, UsageError
+from kvcli.options import SampleOptions
+from kvcli.peers import http1, mapping, vllm
+from kvcli.serve import relay
+from kvcli.serve.asked import Raw
+from kvcli.serve.failures import Refused
+from kvcli.serve.replies import Question
+from kvcli.serve.upstream import Upstream
+from kvcli.serve.worker import Stopped
+
+Answer = Callable[[str], "bytes | None"]  # by the target of a call; None = nothing comes
+
+
+def http(body: bytes, kind: str = "application/json", longer: int = 0) -> bytes:
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body) + longer}\r\n\r\n"
+    return head.encode() + body
+
+
+def with_program(folder: Path, answer: Answer, ask: Callable[[str], Awaitable[Any]]) -> Any:
+    """What `ask` comes to, which is given the socket of a program that answers so."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        if (said := answer(target)) is None:
+            await asyncio.sleep(30)
+        else:
+            writer.write(said)
+        writer.close()
+
+    async def run() -> Any:
+        server = await asyncio.start_unix_server(talk, str(folder / "http"))
+        try:
+            return await ask(str(folder / "http"))
+        finally:
+            server.close()
+
+    return asyncio.run(run())
+
+
+async def stream_of(socket: str) -> list[Any]:
+    question = Question("", Raw("a"), SampleOptions())
+    async with await Upstream(socket, "tiny", 64, 1).ask(question) as reply:
+        return [event async for event in reply.events()]
+
+
+def events(*values: Any) -> bytes:
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return http("".join(f"data: {text}\n\n" for text in texts).encode(), "text/event-stream")
+
+
+USAGE = {"prompt_tokens": 1, "completion_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "told"),
+    [
+        (["{"], Refused, "not one of OpenAI"),
+        (["3"], Refused, "not one of OpenAI"),
+        ([{"choices": [{"text": "a"}]}], Refused, "not one of OpenAI"),
+        ([{"choices": 3}], Refused, "not one of OpenAI"),
+        ([{"choices": [], "usage": {}}, {"choices": [], "usage": {"x": 1}}], Refused, "not one of OpenAI"),
+        ([{"error": "it is broken"}], Refused, "it is broken"),
+        ([{"error": {"message": "it is broken", "code": "BadRequest"}}], Refused, "it is broken"),
+        ([{"choices": [{"index": 0, "text": "a"}]}, "[DONE]"], Stopped, "in the middle"),
+    ],
+    ids=str,
+)
+def test_streams_that_are_none(tmp_path: Path, values: list[Any], kind: type[KVError], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        with_program(tmp_path, lambda target: events(*values), stream_of)
+    good = events({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}], "usage": USAGE}, "[DONE]")
+    assert len(with_program(tmp_path, lambda target: good, stream_of)) == 3
+
+
+@pytest.mark.parametrize(("body", "longer", "kind"), [(b'{"a": 1}', 9, Stopped), (b'{"a"', 0, Refused)])
+def test_a_whole_answer_that_is_broken_is_none(tmp_path: Path, body: bytes, longer: int, kind: type[KVError]) -> None:
+    async def ask(socket: str) -> bytes:
+        return await relay.whole(await http1.call(socket, "POST", "/v1/completions", b"{}"))
+
+    with pytest.raises(kind):
+        with_program(tmp_path, lambda target: http(body, longer=longer), ask)
+    assert with_program(tmp_path, lambda target: http(b'{"a": 1}'), ask) == b'{"a": 1}'
+
+
+def test_a_program_that_hangs_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes long, and answers others meanwhile, is waited for."""
+    monkeypatch.setattr(http1, "SILENCE_S", 0.05)
+    monkeypatch.setattr(http1, "ANSWER_S", 0.1)
+    with pytest.raises(Stopped, match="does not answer"):
+        with_program(tmp_path, lambda target: None, stream_of)
+    looks: list[str] = []
+
+    def slow(target: str) -> bytes | None:
+        looks.append(target)
+        return None if target != "/health" else http(b"") if len(looks) < 5 else b""
+
+    with pytest.raises(Stopped, match="does not answer"):
+        with_program(tmp_path, slow, stream_of)
+    assert looks == ["/v1/completions", *["/health"] * 4]
+
+
+@pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data": []}', b'{"data": [{"max_model_len": null}]}', b"x"])
+def test_models_that_have_no_context(tmp_path: Path, models: bytes) -> None:
+    async def ask(socket: str) -> int:
+        program = vllm.Program(None, socket, None)  # type: ignore[arg-type]
+        await vllm.answers(program)
+        return program.ctx_size
+
+    with pytest.raises(ModelError, match="max_model_len"):
+        with_program(tmp_path, lambda target: http(models if target == "/v1/models" else b""), ask)
+    good = http(b'{"data": [{"max_model_len": 64}]}')
+    assert with_program(tmp_path, lambda target: good, ask) == 64
+
+
+def test_one_card_is_not_several() -> None:
+    assert mapping.variables({"--device": "cuda:3", "--tp": 1})["CUDA_VISIBLE_DEVICES"] == "3"
+    assert mapping.variables({"--device": "cuda", "--tp": 2}) == {}
+    for more in ({"--tp": 2}, {"--pp": 2}):
+        with pytest.raises(UsageError, match="is one GPU"):
+            mapping.variables({"--device": "cuda:3", **more})
