@@ -1,17 +1,14 @@
-"""Launching kernels, or collecting what would be launched so that all of it can be compiled at once, in parallel."""
+"""Launching kernels, or collecting what would be launched so that all of it can be compiled at once (`forked.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from triton.runtime import driver
-from triton.runtime._async_compile import AsyncCompileMode
 
 
 @dataclass(frozen=True)
@@ -61,18 +58,3 @@ def collecting() -> Iterator[set[Variant]]:
         yield found
     finally:
         _collected.reset(token)
-
-
-def compile_all(variants: set[Variant], threads: int) -> None:
-    """Compile them, or load them from the cache on disk, in `threads` threads: first those with most arguments, which
-    take longest.
-
-    With what launches each: Triton has a C compiler make it, one after the other, when kernels are first launched.
-    """
-    with ThreadPoolExecutor(threads) as executor:
-        ordered = sorted(variants, key=lambda variant: -len(variant.arguments))
-        with AsyncCompileMode(executor):
-            kernels = [kernel.warmup(*arguments, grid=(1,), **dict(options)) for kernel, arguments, options in ordered]
-        compiled = [kernel.result() if hasattr(kernel, "result") else kernel for kernel in kernels]
-        alike = {(kernel.src.fn, *kernel.src.signature.values()): kernel for kernel in compiled}
-        list(executor.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), alike.values()))

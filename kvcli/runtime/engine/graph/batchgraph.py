@@ -12,7 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from kvcli.kernels.gpu.launching import collecting, compile_all
+from kvcli.kernels.gpu.forked import compile_all
+from kvcli.kernels.gpu.launching import collecting
 from kvcli.kernels.gpu.legs import BoundLegs
 from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.kernels.gpu.seal import seal_step

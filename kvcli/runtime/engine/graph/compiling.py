@@ -10,7 +10,8 @@ import torch
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels.gpu.compiled import leave
-from kvcli.kernels.gpu.launching import collecting, compile_all
+from kvcli.kernels.gpu.forked import compile_all
+from kvcli.kernels.gpu.launching import collecting
 from kvcli.runtime.host.cores import usable_cpus
 
 Launches = Iterable[Callable[[], None]]
