@@ -39,7 +39,8 @@ class Driver:
     def get_current_target(self): return GPUTarget("cuda", 86, 32)
 
 def variants(kernel, *blocks):
-    return [Variant(kernel, (Pointer(torch.float32, 0), n), (("BLOCK", block),)) for block in blocks for n in (32, 48, 7)]
+    cases = ((block, n) for block in blocks for n in (32, 48, 7))
+    return [Variant(kernel, (Pointer(torch.float32, 0), n), (("BLOCK", block),)) for block, n in cases]
 
 def kept():
     return sorted(path.name for path in Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin"))
