@@ -19,8 +19,10 @@ from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.host.memory import CUDA
 from kvcli.serve.metrics import Counts
+from kvcli.serve.warming import Warming
 
 if TYPE_CHECKING:
+    from kvcli.notices import Tell
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.request import Request
     from kvcli.runtime.promptcache.lookup import PromptCaches
@@ -67,14 +69,18 @@ class Work:
 class Worker:
     """Answers prompts over one engine, several at a time; none of its methods waits for that."""
 
-    def __init__(self, engine: Engine, caches: PromptCaches, parallel: int, queue: int) -> None:
-        """`parallel`: answers that are written at a time; `queue`: prompts that may wait beside them."""
+    def __init__(
+        self, engine: Engine, caches: PromptCaches, parallel: int, queue: int, tell: Tell | None = None
+    ) -> None:
+        """`parallel`: answers that are written at a time; `queue`: prompts that may wait beside them; `tell`: who is
+        told when a GPU is ready for them (see `Warming`)."""
         from kvcli.runtime.engine.scheduler import Scheduler
 
         self.engine, self.caches, self.parallel, self.queue = engine, caches, parallel, queue
         self.counts = Counts()
         self.used = time.monotonic()  # when something was asked last
         self._scheduler = Scheduler(engine, parallel)
+        self._warming = Warming(engine, parallel, tell)
         self._preempted = 0  # by schedulers that had a fault
         self._waiting: deque[Work] = deque()
         self._running: list[Work] = []
@@ -197,6 +203,8 @@ class Worker:
             while self._scheduler.idle and not self._waiting:
                 if self._stopping:
                     return False
+                if not self._warming.over:
+                    break
                 self._change.wait()
             began = []
             for work in [each for each in self._waiting if each.cancelled]:
@@ -235,7 +243,11 @@ class Worker:
             self._scheduler.submit(request)
 
     def _step(self) -> None:
-        """One step of the engine; what came of it is delivered."""
+        """One step of the engine; what came of it is delivered. Where nobody asks, it is made ready for more."""
+        if self._scheduler.idle and not self._warming.over:
+            self._warming.step()
+            return
+        self._warming.put_off()
         owners = {id(request): (work, number) for work in self._running for number, request in enumerate(work.requests)}
         for request, events in self._scheduler.step():
             work, number = owners[id(request)]

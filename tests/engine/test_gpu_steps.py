@@ -98,3 +98,36 @@ def test_lists_that_are_too_long_are_left_to_others(monkeypatch: pytest.MonkeyPa
         few.setattr(GroupTables, "parts", lambda *_: 1)
         assert steps.run(part) is None
     assert steps.run(part) is not None
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("arch", "types"),
+    [
+        ("llama", "int8"),
+        ("gemma3", "int4"),
+        ("lfm2", "f16"),
+        ("qwen35", "int8"),
+        ("granitehybrid-dense", "f16"),
+        ("deepseek2", "f16"),
+        ("qwen3moe", "f16"),
+    ],
+)
+def test_prompts_together_are_those_alone(arch: str, types: str) -> None:
+    """Rows of several sequences in one pass, in first pages and behind them, against each by itself."""
+    even = arch in ("llama", "gemma3", "qwen3moe")
+    file = GGUFFile.open(tiny.make_even(arch, False, VOCAB) if even else tiny.make(arch).path)
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    gpu, generator = GpuBackend(torch.device(DEVICE)), torch.manual_seed(3)
+    model, layout = load(config, Weights(file), gpu), KVLayout.build(config, types, types, PAGE).by_layer(True)
+    pools = PagePool(layout, device=gpu.device), PagePool(layout, device=gpu.device)
+    alone, joined = ([Sequence(pool) for _ in range(2)] for pool in pools)
+    for counts in ((13, 2), (4, 3)):
+        ids = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in counts]
+        expected = [model.hidden(Step((seq.reserve(own),))) for seq, own in zip(alone, ids, strict=True)]
+        found = model.hidden(Step(tuple(seq.reserve(own) for seq, own in zip(joined, ids, strict=True))))
+        for one, other in zip(expected, found.split(list(counts)), strict=True):
+            assert float((other - one).norm() / one.norm()) < 2e-3
+        for seqs in (alone, joined):
+            for seq, own in zip(seqs, ids, strict=True):
+                seq.commit(own)

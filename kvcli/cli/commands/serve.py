@@ -170,8 +170,9 @@ class Opener:
         from kvcli.serve.worker import Worker
 
         engine = engines.open_engine(replace(self.load, model=name), self.cache, self.invocation, self.interrupts)
-        caches = engine.prompt_caches(self.kept, render.telling(self.invocation))
-        worker = Worker(engine, caches, self.flags.parallel, self.flags.queue)
+        tell = render.telling(self.invocation)
+        caches = engine.prompt_caches(self.kept, tell)
+        worker = Worker(engine, caches, self.flags.parallel, self.flags.queue, tell)
         worker.start()
         return Served(_called(name), worker, tuple(dict.fromkeys((*aliases, name, engine.loaded.title))))
 

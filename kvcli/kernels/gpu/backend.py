@@ -53,6 +53,7 @@ from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.kernels.reference.rotation import rotate
 
 OTHERS = 8  # programs of one query alone, of each head, beside those that share out what it sees wholly
+KEPT = 32  # angles of parts
 
 
 class GpuBackend:
@@ -68,10 +69,9 @@ class GpuBackend:
         """`block`: rows of every product, the last ones of which may be none, so that a row's sums do not depend on how
         many rows a step has; nor are pages shared out by that. A multiple of the page size; 0 = what is fastest."""
         self.device, self.block = device, block
-        self._angles: tuple[Angles, torch.Tensor] | None = None
+        self._angles = dict[int, tuple[Angles, torch.Tensor]]()  # of the parts of a step, by identity
         self._hadamard: dict[int, torch.Tensor] = {}
-        self._most = 0  # numbers that `expand.slices` needs
-        self._packed = False  # whether any weights are
+        self._most, self._packed = 0, False  # numbers that `expand.slices` needs; whether any weights are packed
         self.pdl = SERIAL
 
     @contextmanager
@@ -282,9 +282,10 @@ class GpuBackend:
         """The angles of the centres on the device; kept for the other layers."""
         if angles is None:
             return None
-        if self._angles is None or self._angles[0] is not angles:
-            self._angles = angles, half_angles(angles, self.device)
-        return self._angles[1]
+        if id(angles) not in self._angles:
+            self._angles = {} if len(self._angles) == KEPT else self._angles
+            self._angles[id(angles)] = angles, half_angles(angles, self.device)
+        return self._angles[id(angles)][1]
 
     def fix_basis(self, kv: PagedKV, rope: Rope | None) -> None:
         """See `kernels.fix_basis`; of a step whose lists are on the device."""

@@ -21,6 +21,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
+from kvcli.runtime.engine.joining import answers, dealt, joins, notes
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.replaying import replay
@@ -235,9 +236,9 @@ class Engine:
         events of each. Newest tokens come first, then prompts, in the order of `requests`.
 
         On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes the newest
-        rows of answers together (`Batches`), and prompts one after the other. Raises DoesNotFit where the pool has no
-        room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of a
-        request alone is its `error`.
+        rows of answers together (`Batches`), and prompts where that pays (`joining`). Raises DoesNotFit where the pool
+        has no room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of
+        a request alone is its `error`.
         """
         left, work = budget or self.ubatch, list[tuple[Request, list[int]]]()
         for request in sorted(requests, key=lambda r: not r.answering):
@@ -247,21 +248,24 @@ class Engine:
         if self.device.kind == CPU:
             self._compute(work)
         else:
-            for request, ids in self.batches.step(work) if self.batches else work:
-                if request.pull():
+            together = joins(self.layout, self.terms.setting.weights.read // self.config.n_layers)
+            for some in dealt(self.batches.step(work) if self.batches else work, together and not self.loaded.exact):
+                request, ids = some[0]
+                if len(some) == 1 and request.pull():
                     continue
-                blocks = not _answers(request) and (self.loaded.grain > 1 or self.layout.attend.pages > 0)
-                if self.graph and len(ids) == 1 and not (blocks or request.guesses.reads or _notes(request.seq)):
-                    request.feed(self._one_row(self.graph, request.seq, ids[0])[None])
+                blocks = not answers(request) and (self.loaded.grain > 1 or self.layout.attend.pages > 0)
+                single = self.graph if len(some) == len(ids) == 1 else None
+                if single and not (blocks or request.guesses.reads or notes(request.seq)):
+                    request.feed(self._one_row(single, request.seq, ids[0])[None])
                 else:
-                    self._compute([(request, ids)])
+                    self._compute(some)
         return [request.take_events() for request in requests]
 
     def _compute(self, work: list[tuple[Request, list[int]]]) -> None:
         """Run these rows of the requests in one pass, and let each go on."""
         if not work:
             return
-        hidden = self.forward_all([(request.seq, ids, _answers(request)) for request, ids in work])
+        hidden = self.forward_all([(request.seq, ids, answers(request)) for request, ids in work])
         hand_over(self.model, [(request, len(ids)) for request, ids in work], hidden)
         ends = itertools.accumulate(len(ids) for _, ids in work)
         scored = [range(end - request.scored, end) for (request, _), end in zip(work, ends, strict=True)]
@@ -289,7 +293,7 @@ class Engine:
         self, seq: Sequence, history: list[int], sampler: Sampler, logits: torch.Tensor
     ) -> Generator[int, None, None] | None:
         """Where single tokens have a fast way: `graph_tokens`; None where they are computed like prompts."""
-        graph = None if _notes(seq) else self.graph
+        graph = None if notes(seq) else self.graph
         return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
 
     def check_text(self, chars: int) -> None:
@@ -388,13 +392,3 @@ class Engine:
         how = self.tokenizer.token_bytes, loaded.remedy, constraint
         sampler = Sampler(options, loaded.sampling_defaults, vocabulary, *how)
         return Request(self, seq, prompt_ids, options, sampler, cancelled, twins, caches, thinking, marks, tools)
-
-
-def _answers(request: Request) -> bool:
-    """Whether the rows that come next are those of an answer."""
-    return request.seq.length >= request.n_prompt
-
-
-def _notes(seq: Sequence) -> bool:
-    """Whether the query of the next row is noted itself, which the fast way of single tokens does not do."""
-    return seq.selector is not None and seq.selector.notes_queries(seq.length + 1)

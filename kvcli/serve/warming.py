@@ -1,0 +1,97 @@
+"""`Warming`: what a GPU needs for answers side by side is there before somebody asks for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from kvcli.errors import KVError
+from kvcli.options import SampleOptions
+from kvcli.runtime.engine.spec import OFF
+from kvcli.runtime.host.memory import CUDA
+
+if TYPE_CHECKING:
+    from kvcli.notices import Tell
+    from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.request import Request
+
+LOG = logging.getLogger("kvcli")
+MOST_S = 120.0  # behind which no further round is begun
+PROMPT_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
+SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
+TOKENS = 4  # of each answer: the prompt's, one alone, two side by side
+
+
+class Warming:
+    """Answers to nobody, a round of some after the other: prompts of so many rows, and so many answers at a time. What
+    they need is compiled and captured as it is for others. `step` as long as nobody asks, and not `over`."""
+
+    def __init__(self, engine: Engine, parallel: int, tell: Tell | None = None) -> None:
+        """`parallel`: answers that there are at a time. On a CPU there is nothing to do."""
+        self.engine, self._tell = engine, tell
+        self._rounds = deque(_rounds(engine, parallel) if engine.device.kind == CUDA and engine.batches else ())
+        self._requests: list[Request] = []
+        self._took_s, self._widest = 0.0, 1
+
+    @property
+    def over(self) -> bool:
+        return not self._rounds
+
+    def step(self) -> None:
+        """One step of the engine, or of what it takes to begin a round."""
+        began = time.monotonic()
+        try:
+            if not self._requests:
+                self._begin(*self._rounds[0])
+            self.engine.step(self._requests)
+        except Exception as error:  # no room, or a fault, which whoever asks will see
+            LOG.debug("kv is not made ready for %s", self._rounds[0], exc_info=error)
+            self._rounds.clear()
+        self._took_s += time.monotonic() - began
+        self._requests = [request for request in self._requests if not self._ended(request)]
+        if not self._requests and self._rounds:
+            self._widest = max(self._widest, self._rounds.popleft()[1])
+        if self._took_s > MOST_S:
+            self._rounds.clear()
+        if not self._rounds:
+            self.put_off()
+            self._say()
+
+    def put_off(self) -> None:
+        """Give back the pages: somebody asks. The round is begun again."""
+        for request in self._requests:
+            with suppress(KVError):
+                request.close()
+            request.guesses.close()
+            request.seq.close()
+        self._requests = []
+
+    def _begin(self, rows: int, answers: int) -> None:
+        """Greedy and drawn ones, which nobody's cache or statistics see."""
+        for number in range(answers):
+            options = SampleOptions(temperature=None if number % 2 else 0.0, max_tokens=TOKENS, spec=OFF, seed=number)
+            seq = self.engine.new_sequence()
+            self._requests.append(self.engine.request(seq, [number % self.engine.config.vocab_size] * rows, options))
+
+    def _ended(self, request: Request) -> bool:
+        if request.finished:
+            request.seq.close()
+        return request.finished
+
+    def _say(self) -> None:
+        if self._tell is not None and self._widest > 1:
+            took = f"{self._took_s:.1f} s"
+            self._tell.notice(f"ready for {self._widest} answers at a time: what the GPU computes is captured ({took})")
+
+
+def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
+    """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows."""
+    longest = min(engine.ctx_size - TOKENS - 1, engine.ubatch)
+    prompts = [(rows, 1) for rows in PROMPT_ROWS if rows <= longest]
+    if engine.one_by_one:
+        return prompts
+    counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]
+    return prompts + [(2, count) for count in counts if count > 1]

@@ -1,0 +1,108 @@
+"""A server on a GPU makes itself ready where nobody asks, and gives way to those who do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import replace
+from queue import Queue
+from typing import Any
+
+import pytest
+from serving import ignore, open_engine
+
+from kvcli.errors import KVError
+from kvcli.notices import Tell
+from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.host.memory import CUDA
+from kvcli.serve import warming
+from kvcli.serve.warming import Warming
+from kvcli.serve.worker import Work, Worker
+
+
+class OneByOne:
+    """What computes answers together, and leaves all to others; `seen`: how many there were at a time."""
+
+    reason = ""
+
+    def __init__(self) -> None:
+        self.seen = Counter[int]()
+
+    def step(self, work: Any) -> Any:
+        self.seen[len([1 for request, _ in work if request.answering])] += 1
+        return work
+
+
+def as_if_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> OneByOne:
+    engine.device, engine.batches = replace(engine.device, kind=CUDA), OneByOne()  # type: ignore[assignment]
+    monkeypatch.setattr(engine, "synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.set_device", ignore)
+    monkeypatch.setattr(warming, "PROMPT_ROWS", (16, 32))
+    return engine.batches  # type: ignore[return-value]
+
+
+def test_every_number_of_answers_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = open_engine(), list[str]()
+    assert Warming(engine, 6).over
+    batches = as_if_on_a_gpu(engine, monkeypatch)
+    found = Warming(engine, 6, Tell(ignore, ignore, told.append))
+    rows = Counter[int]()
+    while not found.over:
+        found.step()
+        rows[sum(request.n_prompt for request in found._requests)] += 1
+        if len(told) == 0 and found._requests and rows.total() == 9:
+            found.put_off()
+            engine.pool.check([])
+    assert {1, 2, 4, 6} <= set(batches.seen) and {16, 32, 4, 8, 12} <= set(rows)
+    assert len(told) == 1 and told[0].startswith("ready for 6 answers at a time")
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize("fails", [KVError("no room"), RuntimeError("out of memory")])
+def test_what_cannot_be_made_ready_is_left(fails: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine()
+    as_if_on_a_gpu(engine, monkeypatch)
+    found = Warming(engine, 4)
+    found.step()
+
+    def fail(requests: Any) -> None:
+        raise fails
+
+    monkeypatch.setattr(engine, "step", fail)
+    found.step()
+    assert found.over
+    engine.pool.check([])
+    monkeypatch.setattr(warming, "MOST_S", -1.0)
+    late = Warming(engine, 4)
+    late.step()
+    assert late.over
+
+
+def test_whoever_asks_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And has the answer that there is without."""
+    ends, ids = list[list[int]](), list(range(5, 25))
+    for gpu in (False, True):
+        engine, answers = open_engine(), Queue[Any]()
+        if gpu:
+            as_if_on_a_gpu(engine, monkeypatch)
+        caches = engine.prompt_caches(PromptCacheOptions(memory=True), Tell(ignore, ignore, ignore))
+        worker = Worker(engine, caches, 4, 4)
+        options = worker.settled(SampleOptions(temperature=0.0, max_tokens=6, ignore_eos=True))
+        assert worker._warming.over != gpu
+        if gpu:
+            worker._warming.step()
+        work = Work(Prompt(ids), options, lambda number, event, to=answers: to.put(event))
+        worker.submit(work)
+        worker.start()
+        while not isinstance(event := answers.get(timeout=60), End):
+            assert not isinstance(event, KVError)
+        ends.append(event.ids)
+        end = time.monotonic() + 60
+        while not worker._warming.over and time.monotonic() < end:
+            time.sleep(0.01)
+        assert worker._warming.over and worker.counts.requests == 1
+        worker.stop(5.0)
+    assert ends[0] == ends[1] and len(ends[0]) == 6
