@@ -50,7 +50,10 @@ def dense_bias(each: Sequence[Mapping[int, float]], vocab: int, device: torch.de
     """float32 [n, vocab], or None where no token has a bias."""
     if not any(each):
         return None
-    dense = torch.zeros(len(each), vocab)
-    for row, bias in zip(dense, each, strict=True):
-        row[list(bias)] = torch.tensor(list(bias.values()))
-    return dense.to(device)
+    rows = [row for row, bias in enumerate(each) for _ in bias]
+    tokens = [token for bias in each for token in bias]
+    places = torch.tensor([rows, tokens], dtype=torch.int64).to(device)
+    values = torch.tensor([value for bias in each for value in bias.values()], dtype=torch.float32).to(device)
+    dense = torch.zeros(len(each), vocab, device=device)
+    dense[places[0], places[1]] = values
+    return dense

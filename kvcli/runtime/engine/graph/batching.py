@@ -161,8 +161,8 @@ class Batch:
         self._flight = self._launch({seat.row: seat.request.history[-1] for seat in self._taken})
 
     def _answers(self, request: Request) -> bool:
-        """Whether its next row is that of its newest token, and there is room for it."""
-        there = not request.finished and request.seq.length == len(request.history) - 1
+        """Whether its next row is that of its newest token, behind which others may come, and there is room for it."""
+        there = not request.finished and _left(request) > 0 and request.seq.length == len(request.history) - 1
         return there and (request.seq.retention is not None or request.seq.kept < self.ctx_size)
 
     def seat_of(self, request: Request) -> Seat | None:
@@ -174,9 +174,11 @@ class Batch:
         return [seat for seat in self._seats if seat is not None]
 
     def _goes_on(self, flight: Flight, requests: list[Request]) -> bool:
-        """Whether what follows is computed before the tokens are read that are on their way: nobody comes or goes, the
-        device chooses for all, and there is room."""
+        """Whether what follows is computed before the tokens are read that are on their way: nobody comes or goes, they
+        are not the last ones of all, the device chooses for all, and there is room."""
         if len(requests) < 2 or flight.seats != self._taken or flight.hosted or self._chooser is None:
+            return False
+        if all(_left(seat.request) <= 1 for seat in flight.seats):
             return False
         seqs = [seat.request.seq for seat in flight.seats]
         return all(seq.retention is not None or seq.kept < self.ctx_size for seq in seqs)
@@ -244,6 +246,12 @@ class Batch:
                 if at < request.seq.length:
                     request.seq.tokens[at] = token
                 request.take(token)
+
+
+def _left(request: Request) -> float:
+    """How many tokens more the request may have."""
+    most = request.options.max_tokens
+    return most - (len(request.history) - request.n_prompt) if most >= 0 else float("inf")
 
 
 class Chooser:
