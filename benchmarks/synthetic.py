@@ -4,6 +4,7 @@
     python benchmarks/synthetic.py 8b OUT.gguf --quant Q8_0     # Llama-3.1-8B: 8.5 GB, 4.9 GB as Q4_K_M
     python benchmarks/synthetic.py 8b OUT.gguf --vocab 4096     # small embeddings: quicker to write
     python benchmarks/synthetic.py 30b-a3b OUT.gguf             # Qwen3-30B-A3B: 128 experts, 8 a token, 18.6 GB
+    python benchmarks/synthetic.py 30b-a3b OUT.gguf --layers 3  # fewer of its 48 layers
     python benchmarks/synthetic.py 9b-delta OUT.gguf            # Qwen3.5-9B: gated delta networks, 5.6 GB
 
 Every block is a valid one with finite scales, so `kv run` computes with real cost and says nonsense. `--vocab` is the
@@ -284,11 +285,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--quant", choices=("Q4_K_M", "Q8_0"), default="Q4_K_M")
     parser.add_argument("--vocab", type=int, help="number of tokens (as in the real model)")
+    parser.add_argument("--layers", type=int, help="number of layers (as in the real model)")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    shape = SHAPES[options.shape]
-    if options.vocab is not None:
-        shape = replace(shape, vocab=options.vocab)
+    given = {name: getattr(options, name) for name in ("vocab", "layers") if getattr(options, name) is not None}
+    shape = replace(SHAPES[options.shape], **given)
     size = write(options.out, shape, options.quant, options.seed)
     print(f"{options.out}: {size:,} bytes")
 

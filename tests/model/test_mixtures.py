@@ -6,9 +6,13 @@ import pytest
 import tiny
 import torch
 from archcases import IDS, Loaded
-from kernelcases import one_thread, same_bits
+from kernelcases import native, one_thread, same_bits
 
+from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.runtime.cache.sequence import Sequence, Step
+from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.model.loading import load
+from kvcli.runtime.model.weights import Weights
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +34,18 @@ def test_chunks_and_batches_give_the_bits_of_rows_one_by_one(variant: str):
     steps = [Sequence(loaded.pool).reserve(each) for each in (ids, other)]
     together = loaded.model.logits(loaded.model.hidden(Step(tuple(steps))))
     assert same_bits(together[:40], whole) and same_bits(together[40:], alone)
+
+
+def test_experts_in_integers_predict_what_exact_ones_do():
+    """Nor do their bits depend on chunks."""
+    path = tiny.make_even("qwen3moe", quantized=True)
+    loaded, exact, ids = Loaded(path, ""), Loaded(path, ""), [i % 64 for i in IDS[:40]]
+    if native().exact:
+        pytest.skip("nothing is interleaved on this processor")
+    exact.model = load(exact.config, Weights(open_model(path)), NativeBackend(2, exact=True))
+    found, wanted = loaded.run(Sequence(loaded.pool), ids), exact.run(Sequence(exact.pool), ids)
+    assert "experts" in loaded.model.ops.arithmetic and not same_bits(found, wanted)
+    p, q = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+    assert float((p.exp() * (p - q)).sum(-1).mean()) <= 0.0005
+    seq = Sequence(loaded.pool)
+    assert same_bits(torch.cat([loaded.run(seq, ids[lo:hi]) for lo, hi in ((0, 1), (1, 4), (4, 39), (39, 40))]), found)

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from expertcases import layer, random
+from expertcases import layer, random, stack
 from kernelcases import backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcli.kernels import ExpertMatrices
+from kvcli.routing import Routing
 from kvcli.runtime.config import FULL, Block, Experts, LayerConfig
 from kvcli.runtime.formats.gguf import GGUFFile
+from kvcli.runtime.formats.ggufheader import TensorInfo
 from kvcli.runtime.headers.shapes import planning_config
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.model.archs import from_gguf
@@ -60,7 +63,9 @@ def test_a_mixture_takes_what_is_planned(d: int, f: int):
         "novel", "", [LayerConfig(FULL, 1, 8, 8)], Block(), vocab_size=64, d_model=d, d_ff=0, n_heads=1,
         context_length=64, experts=Experts(made.routing, f),
     )  # fmt: skip
-    planned = footprint.activation_bytes(config, t)
+    pairs = t * made.routing.used
+    fixed = 80 * (pairs + 3 * made.routing.experts) * max(d, f) // 32  # of these rows in fixed point, which C keeps
+    planned = footprint.activation_bytes(config, t) - fixed
     beside, copies = 8 * t * d, 4 * t * made.routing.used * min(d, f)  # residual and normed rows
     assert planned - copies - 8 * t * max(d, f) <= alive.most + beside <= planned
     dense = replace(config, experts=None)
@@ -76,6 +81,28 @@ def test_experts_that_lie_apart_are_counted_as_those_in_one_tensor():
             footprint.weights_of_tensors({n: x for n, x in file.tensors.items() if n != "output.weight"}, config, CPU)
         )
     assert found[0].packed == found[1].packed and found[0].read == found[1].read
+
+
+def test_interleaved_experts_are_counted_as_the_engine_keeps_them():
+    """In whole groups of rows, of gate and up each where they are one tensor."""
+    config = planning_config(
+        "novel", "", [LayerConfig(FULL, 1, 8, 8)], Block(), vocab_size=64, d_model=32, d_ff=0, n_heads=1,
+        context_length=64, experts=Experts(Routing(6, 2), 40),
+    )  # fmt: skip
+    ops = backend("")
+    if ops.exact:
+        pytest.skip("nothing is interleaved on this processor")
+    gate_up, down, keys = stack("Q8_0", 6, 80, 32), stack("Q5_1", 6, 40, 64), stack("Q8_0", 6, 40, 32)
+    ops.place_experts(ExpertMatrices((gate_up.part(0, 40), gate_up.part(40, 80))))
+    ops.place_experts(ExpertMatrices((down,)))
+    there = {"ffn_gate_up_exps": gate_up, "ffn_down_exps": down, "attn_k_b": keys}
+    tensors = {
+        f"blk.0.{name}.weight": TensorInfo(name, (6, x.rows, x.cols), x.type, 0, x.nbytes) for name, x in there.items()
+    }
+    counted = footprint.weights_of_tensors(tensors, config, CPU)
+    assert counted.packed == ops.interleaved_bytes + keys.nbytes > sum(x.nbytes for x in there.values())
+    mapped = footprint.weights_of_tensors(tensors, config, CPU, interleaved=False)
+    assert mapped.packed == sum(x.nbytes for x in there.values())
 
 
 def test_a_token_reads_the_experts_that_it_has_and_no_layer_that_is_not_run():

@@ -16,33 +16,26 @@ from typing import Any, Literal
 
 import torch
 
-from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.codecs import RecordLayout
 from kvcli.errors import KVError, UsageError
 from kvcli.kernels.attend import AttentionLayer, attend, attend_latents
 from kvcli.kernels.cpu.calls import Calls
 from kvcli.kernels.cpu.entries import choice, entries
-from kvcli.kernels.cpu.interleaved import Interleaved, Room
+from kvcli.kernels.cpu.interleaved import InterleavedExperts, PlacedExperts
 from kvcli.kernels.cpu.library import library
+from kvcli.kernels.cpu.matrices import Interleaver, Matrix, OfExperts, expert_table, weight_table
 from kvcli.kernels.cpu.states import delta_net, mamba, short_conv
 from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 from kvcli.kernels.reference.basis import fix_basis
 from kvcli.kernels.reference.choosing import summarize
-from kvcli.kernels.reference.experts import ExpertMatrices, ExpertTensor, by_head, place_experts
+from kvcli.kernels.reference.experts import ExpertMatrices, by_head, place_experts
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
 
 ACTS = {"silu": 0, "gelu": 1, "relu2": 2, "clamped": 3}
 FEW_ROWS = 16  # of a step whose calls are noted
-READ_AT_ONCE = 16 << 20  # bytes of a file that are interleaved before their memory is given back
-
-Matrix = QuantTensor | Interleaved
-
-
-class _Weight(ctypes.Structure):
-    _fields_ = [("blocks", c_void_p), *((x, c_int64) for x in ("rows", "row_bytes", "format", "interleaved"))]
 
 
 class _Routing(ctypes.Structure):
@@ -86,21 +79,6 @@ class _Paged(ctypes.Structure):
     ]
 
 
-def _weight(w: Matrix) -> _Weight:
-    interleaved = isinstance(w, Interleaved)
-    row_bytes = w.blocks.stride(0) // (INTERLEAVED_ROWS if interleaved else 1)
-    return _Weight(w.blocks.data_ptr(), w.rows, row_bytes, FORMATS[w.type].id, interleaved)
-
-
-def _weights(weights: Sequence[Matrix]) -> ctypes.Array:
-    return (_Weight * len(weights))(*map(_weight, weights))
-
-
-def _experts(weights: Sequence[ExpertTensor]) -> ctypes.Array:
-    """The matrices of one expert after the other."""
-    return _weights([w.of(e) for e in range(weights[0].experts) for w in weights])
-
-
 @functools.cache
 def _routing(r: Routing) -> _Routing:
     return _Routing(r.experts, r.used, GATINGS.index(r.gating), r.normed, r.groups, r.groups_used, r.best, r.scale)
@@ -138,15 +116,15 @@ class NativeBackend:
     """Bit-identical for any number of rows and threads (see cpu.c); agrees with the reference to float32 rounding.
 
     `exact`: rows of products stay float32, and so do queries, which else are rounded where the processor multiplies
-    bytes (`fixed.rounded_query`). Else `place` interleaves weights of formats that are worth it, and rows of
-    their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the memory
-    of what was read of a file.
+    bytes (`fixed.rounded_query`). Else `place` and `place_experts` interleave weights of formats that are worth it, and
+    rows of their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the
+    memory of what was read of a file.
     """
 
     name: Literal["native"] = "native"
     device = torch.device("cpu")
     place_rows = staticmethod(place)
-    place_experts = place_heads = staticmethod(place_experts)
+    place_heads = staticmethod(place_experts)
 
     def __init__(self, threads: int, isa: str = "", exact: bool = False) -> None:
         self._lib = library()
@@ -156,10 +134,9 @@ class NativeBackend:
         self.isa = chosen.decode()
         self.sums_by_page = False
         self.exact = exact or not self._lib.kv_has_fixed()
-        self.arithmetic = f"cpu native {self.isa}{'' if self.exact else ' rows in fixed point'}"
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
-        self._room, self._interleaved_bytes, self._unreleased = Room(), 0, 0
         self.release: Callable[[], None] = lambda: None
+        self._interleaver, self._with_experts = Interleaver(self._lib, lambda: self.release()), False
         self._calls: Calls | None = None
 
     @contextmanager
@@ -177,41 +154,39 @@ class NativeBackend:
         return (self._calls.new if self._calls else torch.empty)(*shape, dtype=dtype)
 
     def _table(
-        self, weights: Sequence[Matrix] | Sequence[ExpertTensor], made: Callable[..., ctypes.Array] = _weights
+        self, weights: Sequence[Matrix] | Sequence[OfExperts], made: Callable[..., ctypes.Array] = weight_table
     ) -> ctypes.Array:
         key = tuple(map(id, weights))
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = made(weights)
-            table.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
-            table.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
-            table.changed = any(isinstance(w, Matrix) and w.changes for w in weights)  # type: ignore[attr-defined]
-        return table
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables[key] = made(weights)
+            found.keep = tuple(weights)  # type: ignore[attr-defined]  # keeps the ids valid
+            found.rows = sum(w.rows for w in weights)  # type: ignore[attr-defined]
+            found.changed = any(isinstance(w, Matrix) and w.changes for w in weights)  # type: ignore[attr-defined]
+        return found
 
     @property
     def interleaved_bytes(self) -> int:
         """Of all matrices that were interleaved."""
-        return self._interleaved_bytes
+        return self._interleaver.nbytes
+
+    @property
+    def arithmetic(self) -> str:
+        """See `kernels`."""
+        fixed = " rows in fixed point" + " of experts, too" * self._with_experts
+        return f"cpu native {self.isa}{'' if self.exact else fixed}"
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[Matrix, ...]:
         """Matrices whose rows `matmul` stacks: interleaved, or where the file is mapped."""
-        return tuple(map(self._placed, weights))
+        return weights if self.exact else tuple(map(self._interleaver.matrix, weights))
 
-    def _placed(self, w: QuantTensor) -> Matrix:
-        if self.exact or w.type not in INTERLEAVED:
-            return w
-        groups, group_bytes = -(-w.rows // INTERLEAVED_ROWS), INTERLEAVED_ROWS * w.blocks.shape[1]
-        blocks = self._room.take(groups * group_bytes).view(groups, group_bytes)
-        step = max(1, READ_AT_ONCE // group_bytes)
-        for first in range(0, groups, step):
-            part = w.unchanged.part(first * INTERLEAVED_ROWS, (first + step) * INTERLEAVED_ROWS)
-            self._lib.kv_interleave(_weights([part]), w.cols, blocks[first].data_ptr())
-            self._unreleased += part.nbytes
-            if self._unreleased >= READ_AT_ONCE:
-                self.release()
-                self._unreleased = 0
-        self._interleaved_bytes += blocks.numel()
-        return Interleaved(w.type, blocks, w.rows, w.cols, w.changes)
+    def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> ExpertMatrices | PlacedExperts:
+        """Likewise matrices of experts."""
+        if self.exact:
+            return weights
+        placed = PlacedExperts(tuple(map(self._interleaver.experts, weights.parts)), weights.bias)
+        self._with_experts |= any(isinstance(w, InterleavedExperts) for w in placed.parts)
+        return placed
 
     def matmul(self, x: torch.Tensor, weights: Sequence[Matrix], add_to: torch.Tensor | None = None) -> torch.Tensor:
         table, (m, k) = self._table(weights), x.shape
@@ -238,8 +213,10 @@ class NativeBackend:
         )  # fmt: skip
         return ids, weights
 
-    def matmul_experts(self, x: torch.Tensor, weights: ExpertMatrices, ids: torch.Tensor) -> torch.Tensor:
-        table, pairs, k = self._table(weights.parts, _experts), ids.numel(), x.shape[1]
+    def matmul_experts(
+        self, x: torch.Tensor, weights: ExpertMatrices | PlacedExperts, ids: torch.Tensor
+    ) -> torch.Tensor:
+        table, pairs, k = self._table(weights.parts, expert_table), ids.numel(), x.shape[1]
         out = self._new(pairs, table.rows)  # type: ignore[attr-defined]
         self._lib.kv_matmul_experts(
             table, len(weights.parts), weights.experts, ids.data_ptr(), pairs, pairs // x.shape[0], x.data_ptr(), k,

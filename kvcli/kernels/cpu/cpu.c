@@ -98,6 +98,7 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
 #define SPAN_ROWS 256 /* it is accumulated in spans of this many, combined in order */
 
 #include "cpu_pool.h"
+#include "cpu_pairs.h"
 
 /* ---- scalar conversions ---------------------------------------------------------------------------------- */
 
@@ -258,8 +259,7 @@ static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 typedef struct {
     const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
-    void (*matmul_experts)(const kv_weight *, int64_t, int64_t, const int64_t *, int64_t, int64_t, const float *, int64_t, int64_t,
-                           float *, int64_t);
+    void (*matmul_experts)(const kv_expert_products *);
     void (*route)(const float *, int64_t, const kv_routing *, const float *, int64_t *, float *);
     void (*mix)(const float *, const float *, int64_t, int64_t, int64_t, float *);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
@@ -286,6 +286,7 @@ typedef struct {
 #define FIXED_LEAST 1e-30f  /* a largest number below it counts as zero */
 #define FIXED_ROWS 8        /* that a task makes */
 #define FIXED_SLAB 256      /* rows that are there at a time */
+#define FIXED_PAIRS 2048    /* the same of experts */
 
 typedef struct { /* 32 numbers of a row of x: whole multiples of `scale` */
     union {
@@ -301,6 +302,7 @@ typedef struct { /* 32 numbers of a row of x: whole multiples of `scale` */
 typedef struct {
     const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
+    void (*matmul_experts)(const kv_expert_products *);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
 } fixed_kernels;
 
@@ -460,19 +462,23 @@ int kv_has_fixed(void) { return fixed != NULL; }
 /* Threads that may take part in a call. */
 int kv_threads(void) { return (int)pool.tuner.limit; }
 
+/* How many of `n` matrices, from the first on, are computed alike; adds up their rows. */
+static int64_t alike(const kv_weight *w, int64_t n, int64_t *rows) {
+    int64_t i = 0;
+    for (*rows = 0; i < n && w[i].interleaved == w->interleaved; i++) *rows += w[i].rows;
+    return i;
+}
+
 /* y[m, 0..n) = x[m, 0..k) . W^T (+ y when accumulate) for the stacked rows of `n_weights` matrices. */
 void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
                int64_t ldy, int64_t accumulate) {
-    for (int64_t first = 0, end; first < n_weights; first = end) { /* a run of those that are computed alike */
-        int64_t rows = w[first].rows;
-        for (end = first + 1; end < n_weights && w[end].interleaved == w[first].interleaved; end++) rows += w[end].rows;
-        if (w[first].interleaved)
+    for (int64_t n, rows; n_weights; w += n, n_weights -= n, y += rows) {
+        n = alike(w, n_weights, &rows);
+        if (w->interleaved)
             for (int64_t i = 0; i < m; i += FIXED_SLAB)
-                fixed->matmul(w + first, end - first, x + i * ldx, m - i < FIXED_SLAB ? m - i : FIXED_SLAB, k, ldx, y + i * ldy,
-                              ldy, accumulate);
+                fixed->matmul(w, n, x + i * ldx, m - i < FIXED_SLAB ? m - i : FIXED_SLAB, k, ldx, y + i * ldy, ldy, accumulate);
         else
-            active->matmul(w + first, end - first, x, m, k, ldx, y, ldy, accumulate);
-        y += rows;
+            active->matmul(w, n, x, m, k, ldx, y, ldy, accumulate);
     }
 }
 
@@ -480,7 +486,15 @@ void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m,
  * w[ids[p] * n_weights] on. */
 void kv_matmul_experts(const kv_weight *w, int64_t n_weights, int64_t experts, const int64_t *ids, int64_t pairs, int64_t each,
                        const float *x, int64_t k, int64_t ldx, float *y, int64_t ldy) {
-    active->matmul_experts(w, n_weights, experts, ids, pairs, each, x, k, ldx, y, ldy);
+    int64_t *order = malloc((size_t)(pairs + experts + 1) * sizeof(int64_t)), *end = order + pairs;
+    if (!order) abort();
+    sort_pairs(ids, pairs, experts, order, end);
+    for (int64_t first = 0, n, rows; first < n_weights; first += n, y += rows) {
+        n = alike(w + first, n_weights - first, &rows);
+        kv_expert_products e = {w + first, n, n_weights, experts, pairs, each, order, end, x, k, ldx, y, ldy};
+        (w[first].interleaved ? fixed->matmul_experts : active->matmul_experts)(&e);
+    }
+    free(order);
 }
 
 /* The experts of t rows from their logits [t, experts]: ids and weights [t, used]. `bias` is added to the scores by which

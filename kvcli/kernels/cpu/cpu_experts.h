@@ -1,25 +1,18 @@
 /* Mixtures of experts: which experts rows have, products with their matrices, and weighted sums. Included by cpu_body.h. */
 
-/* Pair p is row p / each of x with expert ids[p]: rows are taken expert by expert, so that a matrix is read once. */
-static void NAME(matmul_experts)(const kv_weight *w, int64_t n_weights, int64_t experts, const int64_t *ids, int64_t pairs,
-                                 int64_t each, const float *x, int64_t k, int64_t ldx, float *y, int64_t ldy) {
-    int64_t total = NAME(stacked)(w, n_weights), kp = (k + VL - 1) / VL * VL, tasks = 0, n_runs = 0, used = 0;
-    int64_t *order = malloc((size_t)(pairs + experts + 1) * sizeof(int64_t)), *end = order + pairs;
-    NAME(run) *runs = malloc((size_t)(pairs < experts ? pairs : experts) * 2 * sizeof(NAME(run)));
-    if (!order || !runs) abort();
-    memset(end, 0, (experts + 1) * sizeof(int64_t));
-    for (int64_t p = 0; p < pairs; p++) used += !end[ids[p] + 1]++;
-    for (int64_t e = 0; e < experts; e++) end[e + 1] += end[e];
-    for (int64_t p = 0; p < pairs; p++) order[end[ids[p]]++] = p; /* end[e] was where e begins, and is where it ends */
-    for (int64_t e = 0, first = 0; e < experts; first = end[e++]) {
-        if (end[e] == first) continue;
-        NAME(matmul_args) a = {w + e * n_weights, n_weights, total, end[e] - first, k, kp, ldx, ldy, 0,
-                               NAME(share)(used * total), 0, x, y, NULL, order + first, each};
+static void NAME(matmul_experts)(const kv_expert_products *e) {
+    int64_t total = NAME(stacked)(e->w, e->n_weights), kp = (e->k + VL - 1) / VL * VL, tasks = 0, n_runs = 0, used = 0;
+    NAME(run) *runs = malloc((size_t)(e->pairs < e->experts ? e->pairs : e->experts) * 2 * sizeof(NAME(run)));
+    if (!runs) abort();
+    for (int64_t i = 0, first = 0; i < e->experts; first = e->end[i++]) used += e->end[i] > first;
+    for (int64_t i = 0, first = 0; i < e->experts; first = e->end[i++]) {
+        if (e->end[i] == first) continue;
+        NAME(matmul_args) a = {e->w + i * e->apart, e->n_weights, total, e->end[i] - first, e->k, kp, e->ldx, e->ldy, 0,
+                               NAME(share)(used * total), 0, e->x, e->y, NULL, e->order + first, e->each};
         n_runs = NAME(add_runs)(runs, n_runs, a, &tasks);
     }
     NAME(finish_runs)(runs, n_runs, tasks);
     free(runs);
-    free(order);
 }
 
 /* Scores of a row's logits, and of the groups that may not be chosen from `taken` 1. `score`, `choice`: whole vectors. */

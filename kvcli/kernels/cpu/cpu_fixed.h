@@ -327,23 +327,35 @@ typedef struct {
     int64_t m, k, ldx, ldy, accumulate, groups, groups_per_task;
     const float *x;
     float *y;
-    kv_fixed *fixed; /* [rows / beside, k / 32, beside] */
-    int64_t beside;  /* rows whose blocks stand beside each other */
+    kv_fixed *fixed;      /* MOST_ROWS rows after the other, [k / 32, rows]; the last ones fill tiles */
+    const int64_t *pairs; /* row i of y is row pairs[i] there; NULL = row i */
 } NAME(fixed_args);
 
+/* Rows in fixed point that `rows` rows take. */
+INLINE int64_t NAME(fixed_rows_of)(int64_t rows) {
+    int64_t last = rows % MOST_ROWS;
+    return last > 1 ? rows + (4 - last % 4) % 4 : rows;
+}
+
+/* Rows whose blocks stand beside each other, one of which is row m. */
+INLINE int64_t NAME(beside)(const NAME(fixed_args) *a, int64_t m) {
+    int64_t left = a->m - m / MOST_ROWS * MOST_ROWS;
+    return left < MOST_ROWS ? NAME(fixed_rows_of)(left) : MOST_ROWS;
+}
+
 INLINE kv_fixed *NAME(fixed_row)(const NAME(fixed_args) *a, int64_t m) {
-    return a->fixed + m / a->beside * a->beside * (a->k / 32) + m % a->beside;
+    return a->fixed + m / MOST_ROWS * MOST_ROWS * (a->k / 32) + m % MOST_ROWS;
 }
 
 static void NAME(to_fixed_task)(void *arg, int64_t task, int thread) {
     const NAME(fixed_args) *a = arg;
     (void)thread;
     for (int64_t m = task * FIXED_ROWS; m < a->m && m < (task + 1) * FIXED_ROWS; m++)
-        NAME(to_fixed)(a->x + m * a->ldx, a->k, NAME(fixed_row)(a, m), a->beside);
+        NAME(to_fixed)(a->x + m * a->ldx, a->k, NAME(fixed_row)(a, m), NAME(beside)(a, m));
 }
 
 INLINE void NAME(put_side)(const NAME(fixed_args) *a, int64_t m, int64_t column, int64_t left, fv sums) {
-    float *y = a->y + m * a->ldy + column;
+    float *y = a->y + (a->pairs ? a->pairs[m] : m) * a->ldy + column;
     if (left >= LANES) {
         if (a->accumulate) sums += *(const fv *)y;
         *(fv *)y = sums;
@@ -369,7 +381,7 @@ static void NAME(fixed_task)(void *arg, int64_t task, int thread) {
             const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
             for (int side = 0; side < SIDES; side += AT_ONCE) {
                 fv sums[MOST_ROWS][AT_ONCE];
-                ops->tiles[tile](w->blocks + group * GROUP * w->row_bytes, side, NAME(fixed_row)(a, m), a->beside, a->k / 32,
+                ops->tiles[tile](w->blocks + group * GROUP * w->row_bytes, side, NAME(fixed_row)(a, m), NAME(beside)(a, m), a->k / 32,
                                  (rows + 3) / 4 * 4, sums);
                 for (int64_t r = 0; r < rows; r++)
                     for (int s = 0; s < AT_ONCE; s++) {
@@ -384,14 +396,15 @@ static void NAME(fixed_task)(void *arg, int64_t task, int thread) {
 
 static void NAME(fixed_matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
                                int64_t ldy, int64_t accumulate) {
-    int64_t beside = m == 1 ? 1 : MOST_ROWS;
-    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows((m + beside - 1) / beside * beside * (k / 32)), beside};
+    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows(NAME(fixed_rows_of)(m) * (k / 32)), NULL};
     for (int64_t i = 0; i < n_weights; i++) a.groups += (w[i].rows + GROUP - 1) / GROUP;
     a.groups_per_task = a.groups / (pool.tuner.limit * 8);
     if (a.groups_per_task < 1) a.groups_per_task = 1;
     parallel((m + FIXED_ROWS - 1) / FIXED_ROWS, NAME(to_fixed_task), &a);
     parallel((a.groups + a.groups_per_task - 1) / a.groups_per_task, NAME(fixed_task), &a);
 }
+
+#include "cpu_fixed_experts.h"
 
 static void NAME(fixed_decode)(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
     const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
@@ -405,7 +418,7 @@ static const fixed_kernels NAME(fixed) = {
 #else
     LANES == 16 ? "avx512" : "avx2",
 #endif
-    NAME(fixed_matmul), NAME(fixed_decode),
+    NAME(fixed_matmul), NAME(fixed_matmul_experts), NAME(fixed_decode),
 };
 
 #undef qv

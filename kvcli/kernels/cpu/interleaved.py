@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvcli.kernels.reference.experts import ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank
 
 CHUNK = 32 << 20
@@ -35,6 +36,39 @@ class Interleaved:
     def unchanged(self) -> Interleaved:
         """Without its changes."""
         return replace(self, changes=()) if self.changes else self
+
+
+@dataclass(frozen=True)
+class InterleavedExperts:
+    """A matrix [rows, cols] of each expert: `blocks` uint8 [experts, ceil(rows / 16), 16 * row bytes]."""
+
+    type: str
+    blocks: torch.Tensor
+    rows: int
+    cols: int
+
+    @property
+    def experts(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.numel()
+
+    def of(self, expert: int) -> Interleaved:
+        return Interleaved(self.type, self.blocks[expert], self.rows, self.cols)
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """As `ExpertMatrices`, some or all parts interleaved."""
+
+    parts: tuple[ExpertTensor | InterleavedExperts, ...]
+    bias: torch.Tensor | None = None
+
+    @property
+    def experts(self) -> int:
+        return self.parts[0].experts
 
 
 class Room:

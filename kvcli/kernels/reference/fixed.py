@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kvcli.kernels.reference.experts import ExpertMatrices, matmul_experts
 from kvcli.kernels.reference.matmul import QuantTensor, matmul
 
 BLOCK = 32
@@ -50,3 +51,12 @@ def rounded_query(q: torch.Tensor) -> torch.Tensor:
 def fixed_matmul(x: torch.Tensor, weights: Sequence[QuantTensor], add_to: torch.Tensor | None = None) -> torch.Tensor:
     """`matmul` of the rows of x [T, cols] in fixed point, with sums that are exact but for one rounding."""
     return matmul(rounded(x), weights, add_to)
+
+
+class _Fixed:
+    matmul = staticmethod(fixed_matmul)
+
+
+def fixed_matmul_experts(x: torch.Tensor, weights: ExpertMatrices, ids: torch.Tensor) -> torch.Tensor:
+    """`matmul_experts` likewise."""
+    return matmul_experts(_Fixed, x, weights, ids)

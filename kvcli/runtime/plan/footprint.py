@@ -29,6 +29,7 @@ _ROWS_ALONE = "per_layer_token_embd.weight"  # of which a token reads one row, a
 _LANES = 16  # floats of the widest vectors; rows are padded to whole ones
 _PANEL = 16  # weight rows that a thread decodes at a time
 _FIXED_ROWS, _FIXED_BYTES = 256 + 8, 80  # CPU: rows in fixed point that are there at a time, bytes of 32 numbers
+_FIXED_PAIRS = 2048  # CPU: the same of pairs of a row and an expert
 _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
 _GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
@@ -111,7 +112,8 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
     packed = copies = read = 0
     for name, tensor in _run(tensors, config):
         looked_up = name == _ROWS_ALONE or (name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors))
-        size = 0 if looked_up else repacked.interleaved_bytes(tensor.type, tensor.shape, tensor.nbytes)
+        mapped = looked_up or (len(tensor.shape) > 2 and not _OF_EXPERTS.search(name))
+        size = 0 if mapped else _interleaved_bytes(name, tensor)
         alone = not interleaved or not size
         packed += tensor.nbytes if alone else size
         if len(tensor.shape) == 1 or name.endswith((".bias", ".conv.weight", ".ssm_conv1d.weight")):
@@ -120,6 +122,13 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
             copies += tensor.nbytes
         read += _bytes_read(name, tensor.nbytes, tensors, config)
     return WeightBytes(packed, copies, read, EXACT, "header")
+
+
+def _interleaved_bytes(name: str, tensor: Tensor) -> int:
+    shape = tensor.shape
+    if "_gate_up_exps." in name:  # two matrices of each expert
+        shape = (2, shape[0], shape[1] // 2, *shape[2:])
+    return repacked.interleaved_bytes(tensor.type, shape, tensor.nbytes)
 
 
 def _run(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -167,7 +176,7 @@ def activation_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
     """The most alive at once while `rows` tokens pass through a layer on a CPU: float32. `queries`: of each token and
     head, 2 with kept rows before evicted ones."""
     width = max((_widest(config, layer, queries) for layer in set(config.layers)), default=0)
-    fixed = min(rows + 8, _FIXED_ROWS) * _FIXED_BYTES * -(-_longest_row(config) // 32)
+    fixed = _FIXED_BYTES * max(min(rows + 8, _FIXED_ROWS) * -(-_longest_row(config) // 32), _fixed_pairs(config, rows))
     return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows) + fixed
 
 
@@ -176,6 +185,15 @@ def _beside(config: ModelConfig) -> int:
     tokens = 3 * config.n_layers * config.d_token  # projected, looked up, and their sum
     # Streams as they are and predicted, LAuReL and what goes into it.
     return tokens + ((2 * config.altup.streams + 3) * config.d_model if config.altup else 0)
+
+
+def _fixed_pairs(config: ModelConfig, rows: int) -> int:
+    """Blocks of 32 numbers of what experts read, with rows that fill tiles of each expert."""
+    if config.experts is None:
+        return 0
+    pairs = min(rows * config.experts.routing.used, _FIXED_PAIRS)
+    fill = min(3 * config.experts.routing.experts, pairs)
+    return (pairs + fill) * -(-max(config.d_model, config.experts.d_ff) // 32)
 
 
 def _longest_row(config: ModelConfig) -> int:

@@ -42,8 +42,9 @@ def device_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:
 
 
 def interleaved_bytes(type_: str, shape: tuple[int, ...], in_file: int) -> int:
-    """Bytes of a matrix on a CPU that interleaves rows, in whole groups; 0 = it stays as in the file."""
-    if type_ not in INTERLEAVED or len(shape) != 2:
+    """Bytes of a matrix, or of one of each expert, on a CPU that interleaves rows, in whole groups; 0 = it stays as in
+    the file."""
+    if type_ not in INTERLEAVED or len(shape) < 2:
         return 0
-    rows = shape[0]
+    rows = shape[-2]
     return in_file // rows * (-(-rows // INTERLEAVED_ROWS) * INTERLEAVED_ROWS)
