@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.gpucases import DEVICE
+from gpucases import DEVICE
 
 from kvcli.errors import DoesNotFit
 from kvcli.kernels.gpu import compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
-from gpucases import DEVICE, OPS
+from gpucases import DEVICE, MORE, OPS
 from kernelcases import one_thread
 
 from kvcli.kernels import Backend
@@ -66,7 +66,7 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "types"), (("llama", "f16"), ("gemma3", "int8")))
+@pytest.mark.parametrize(("arch", "types"), (pytest.param("llama", "f16", marks=MORE), ("gemma3", "int8")))
 def test_tokens_read_what_the_reference_does(arch: str, types: str) -> None:
     """Over the edge of a page, where another one may be chosen, and from too few pages for a choice on."""
     few, many = (Model(arch, types, 2, reference) for reference in (True, False))

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from engines import PROMPT, open_tiny
-from gpucases import COMPILED, DEVICE, OPS
+from gpucases import COMPILED, DEVICE, MORE, OPS
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -112,7 +112,7 @@ class Pair:
 
 
 CASES = [
-    ("llama", "int4", None, 1),
+    pytest.param("llama", "int4", None, 1, marks=MORE),
     ("gemma3", "int8", Rolling(5, 32, PAGE), 1),
     *(
         pytest.param(*case, marks=COMPILED)
@@ -331,8 +331,7 @@ class OneToken:
 
 
 @INTERPRETED
-@pytest.mark.parametrize("codec", ["f16", "int8"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "codec"), [(1, "f16"), (2, "int8")])
 def test_tokens_of_calls_are_chosen_by_their_grammar(count: int, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first token on, or where a call begins: behind the last row of a page that was sealed, too."""
     engine = open_tiny("llama", "reference", CacheOptions(160, codec, codec, page_size=16, ubatch=48))

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 from archcases import IDS, Loaded
-from gpucases import COMPILED, DEVICE
+from gpucases import COMPILED, DEVICE, MORE
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -76,7 +76,7 @@ def alike(ours: OnGpu, theirs: Loaded, counts: tuple[int, ...], limit: float) ->
         pytest.param("gemma4", "int8", marks=COMPILED),
         pytest.param("gemma4-experts", "f16", marks=COMPILED),
         pytest.param("gemma3n", "f16", marks=COMPILED),
-        ("deepseek2", "f16"),
+        pytest.param("deepseek2", "f16", marks=MORE),
         pytest.param("deepseek2-groups", "f16", marks=COMPILED),
         pytest.param("mistral4", "int8", marks=COMPILED),
         pytest.param("lfm2", "f16", marks=COMPILED),
@@ -93,7 +93,8 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
         # A state adds up what float16 rounds on a card.
         limit = LIMITS[types] * (4 if variant == "qwen35moe" else 1)
         reference = Loaded(tiny.make(variant).path, "reference", types=types)
-        alike(OnGpu(variant, types, False), reference, (18, 1, 14, 1), limit)
+        counts = (18, 1, 14, 1) if DEVICE == "cuda" else (15, 3, 1)
+        alike(OnGpu(variant, types, False), reference, counts, limit)
 
 
 @pytest.mark.slow
@@ -102,11 +103,11 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
     [
         pytest.param("llama4", "f16", (18, 1, 1, 11, 1, 1, 1), marks=COMPILED),
         pytest.param("gemma4", "int8", (14, 1, 1, 1, 13, 1, 1, 1), marks=COMPILED),
-        ("gemma4-keys", "f16", (30, 1, 1, 1)),
+        pytest.param("gemma4-keys", "f16", (30, 1, 1, 1), marks=MORE),
         pytest.param("gemma4-experts", "f16", (30, 1, 1, 1), marks=COMPILED),
         pytest.param("gemma3n", "int8", (14, 1, 1, 1, 13, 1, 1, 1), marks=COMPILED),
-        ("gemma3n-three", "f16", (30, 1, 1, 1)),
-        ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1)),
+        ("gemma3n-three", "f16", (30, 1, 1, 1) if DEVICE == "cuda" else (31, 1, 1)),
+        ("deepseek2", "int8", (14, 1, 1, 1, 13, 1, 1, 1) if DEVICE == "cuda" else (15, 1, 13, 1)),
         pytest.param("qwen35", "f16", (14, 1, 1, 30, 1), marks=COMPILED),
         ("granitehybrid-dense", "f16", (18, 1)),
     ],

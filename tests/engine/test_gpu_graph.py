@@ -13,7 +13,7 @@ import adapters
 import pytest
 import tiny
 import torch
-from gpucases import DEVICE, OPS
+from gpucases import COMPILED, DEVICE, MORE, OPS
 from kernelcases import one_thread
 
 from kvcli.errors import KVError
@@ -46,7 +46,6 @@ from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import footprint
 
 VOCAB, PAGE, CONTEXT = 64, 16, 96
-COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
 # Nats. A number between two codes may become either, and where two scales are as good, rounding decides: with int4 that
 # can be much for the attention of "llama", less so for "gemma3", whose keys are normed.
 LIMITS = {"f16": 2e-5, "int8": 1e-3, "int4": 1e-3}
@@ -136,8 +135,7 @@ def alike(ours: Model, theirs: Model, text: Iterator[int], prompts: Iterable[tup
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", ["int4", "fp8"])
-@pytest.mark.parametrize("retention", [None, Rolling(20, 32, PAGE)])
+@pytest.mark.parametrize(("types", "retention"), [("int4", None), ("fp8", Rolling(20, 32, PAGE))])
 def test_layers_are_sealed_at_once_as_each_alone(types, retention):
     model = Model("llama", types, retention=retention)
     model.feed(ids(2 * PAGE - 1))
@@ -161,11 +159,9 @@ def test_layers_are_sealed_at_once_as_each_alone(types, retention):
         assert torch.equal(page, other) and not (page == 0xA5).all(1).any()
 
 
-# Those of which each has something that the others do not have.
-FAMILIES = (
-    "llama", "gemma3", "qwen2", "glm4", "gemma2", "granite", "olmo2", "starcoder2", "cohere2", "mixtral", "gpt-oss",
-    "granitehybrid-dense",
-)  # fmt: skip
+# Those that have most of what the others do not have, and those that have one thing more.
+FAMILIES = ("llama", "gemma3", "starcoder2", "cohere2", "gpt-oss", "granitehybrid-dense")
+MORE_FAMILIES = ("qwen2", "glm4", "gemma2", "granite", "olmo2", "mixtral")
 SLOW_FAMILIES = (  # in the interpreter, or much like others
     "falcon-h1", "nemotron_h", "nemotron_h_moe", "qwen3", "phi3", "mistral3", "hunyuan-dense", "arcee", "qwen2moe",
     "granitemoe-shared", "glm4moe", "qwen35",
@@ -177,6 +173,7 @@ SLOW_FAMILIES = (  # in the interpreter, or much like others
     ("arch", "types", "quantized"),
     [
         *((arch, "f16", arch != "llama") for arch in FAMILIES),
+        *(pytest.param(arch, "f16", True, marks=MORE) for arch in MORE_FAMILIES),
         *(pytest.param(arch, "f16", True, marks=COMPILED) for arch in SLOW_FAMILIES),
         ("llama", "int8", True),
         pytest.param("gemma3", "int4", False, marks=COMPILED),
@@ -193,7 +190,7 @@ def test_logits_are_those_of_the_cpu(arch, types, quantized):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["llama", "gemma3", "phi3"])
+@pytest.mark.parametrize("arch", ["gemma3", *(pytest.param(x, marks=MORE) for x in ("llama", "phi3"))])
 def test_an_adapter_beside_packed_matrices(arch, tmp_path):
     """Of every matrix; q, k and v are stacked, of two formats in all but phi3, and gates are paired."""
     file = tiny.make_even(arch, arch != "llama")
@@ -233,7 +230,11 @@ def test_rows_that_pad_the_vocabulary_have_no_logits():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "types"),
-    [("llama", "f16"), ("gemma3", "int4"), *((x, "f16") for x in ("olmo2", "starcoder2", "cohere2", "qwen2moe"))],
+    [
+        ("llama", "f16"),
+        ("gemma3", "int4"),
+        *(pytest.param(x, "f16", marks=MORE) for x in ("olmo2", "starcoder2", "cohere2", "qwen2moe")),
+    ],
 )
 def test_prompts_without_a_graph(arch, types):
     ours, theirs = Model(arch, types, True), Model(arch, types, True, reference=True)

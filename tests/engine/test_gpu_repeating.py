@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import tiny
-from support.gpucases import DEVICE
-from support.kernelcases import one_thread
+import tiny
+from gpucases import DEVICE, MORE
+from kernelcases import one_thread
 
 from kvcli.errors import UsageError
 from kvcli.kernels.gpu import past
@@ -74,7 +74,8 @@ class Model:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "types", "ways"), [("llama", "int8", ([16, 17],)), ("gemma3", "f16", ([32, 1], [16, 17]))]
+    ("arch", "types", "ways"),
+    [("llama", "int8", ([16, 17],)), pytest.param("gemma3", "f16", ([32, 1], [16, 17]), marks=MORE)],
 )
 def test_rows_do_not_depend_on_how_many_are_computed_together(
     arch: str, types: str, ways: tuple[list[int], ...]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import tiny
-from support.gpucases import COMPILED, DEVICE, OPS
-from support.kernelcases import one_thread
+import tiny
+from gpucases import COMPILED, DEVICE, OPS
+from kernelcases import one_thread
 
 from kvcli.kernels import MASS_UNIT, Backend
 from kvcli.kernels.gpu.backend import GpuBackend

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import tiny
-from support.gpucases import COMPILED, DEVICE, OPS
-from support.kernelcases import one_thread
+import tiny
+from gpucases import COMPILED, DEVICE, MORE, OPS
+from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.runtime.cache.eviction import Retention
@@ -37,7 +37,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("arch", "types", "retention"),
     [
-        ("gemma3", "f16", None),
+        pytest.param("gemma3", "f16", None, marks=MORE),
         pytest.param("llama", "f16", Rolling(20, 32, PAGE), marks=COMPILED),
         ("gemma3", "int8", Rolling(5, 32, PAGE)),
         pytest.param("qwen3moe", "f16", None, marks=COMPILED),

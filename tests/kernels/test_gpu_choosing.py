@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.cachecases import SmallPool
-from support.gpucases import COMPILED, DEVICE, OPS, error
-from support.kernelcases import one_thread
-from support.sealedcases import layout
+from cachecases import SmallPool
+from gpucases import COMPILED, DEVICE, OPS, error
+from kernelcases import one_thread
+from sealedcases import layout
 
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.kernels.gpu import past

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from gpucases import COMPILED, DEVICE, OPS, error
+from gpucases import COMPILED, DEVICE, MORE, OPS, error
 from kernelcases import one_thread
 
 from kvcli.codecs import CODECS
@@ -72,7 +72,7 @@ CASES = [
     ("int8", (16, 64), 5, {}),
     *(pytest.param(codec, (16, 64), 5, {}, marks=COMPILED) for codec in ("f32", "int4")),
     *(pytest.param(c, (16, dim), 3, {}, marks=COMPILED) for c, dim in (("int8", 256), ("fp8", 128), ("int4", 256))),
-    ("f16", (16, 64), 6, {"kv_heads": 2}),
+    pytest.param("f16", (16, 64), 6, {"kv_heads": 2}, marks=MORE),
     *(pytest.param(codec, (16, 64), 6, {"kv_heads": 2}, marks=COMPILED) for codec in ("fp8", "int8")),
     *((codec, (128, 512), 32, {"size": 64, "kv_heads": 4}) for codec in ("f16", "int8") if DEVICE == "cuda"),
     ("bf16", (8, 32), 20, {"amplitude": 1.3, "temperature": (0.3, 16, 0), "softcap": 2.0}),

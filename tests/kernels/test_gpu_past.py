@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.cachecases import SmallPool
-from support.gpucases import COMPILED, DEVICE, OPS, error
-from support.kernelcases import one_thread
-from support.sealedcases import layout
+from cachecases import SmallPool
+from gpucases import COMPILED, DEVICE, MORE, OPS, error
+from kernelcases import one_thread
+from sealedcases import layout
 
 from kvcli.kernels import AttentionLayer, Backend, Stretch
 from kvcli.kernels.gpu import past
@@ -36,7 +36,7 @@ def _small(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("types", "dims", "rope", "more"),
     [
-        (("f16", "f16"), (64, 64), True, {}),
+        pytest.param(("f16", "f16"), (64, 64), True, {}, marks=MORE),
         (("int4", "int8"), (64, 64), True, {}),
         pytest.param(("int6", "int5"), (72, 40), True, {}, marks=COMPILED),
         pytest.param(("fp8", "f32"), (64, 64), True, {}, marks=COMPILED),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpucases import DEVICE
+from gpucases import DEVICE
 
 from kvcli.kernels.gpu import wide
 from kvcli.kernels.gpu.backend import GpuBackend
