@@ -14,7 +14,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("kv", deadline=None)  # a busy machine takes its time
+hypothesis.settings.register_profile("kv", deadline=None, max_examples=30)  # a busy machine takes its time
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("kv")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +60,11 @@ KvHere = Callable[..., tuple[int, str, str]]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="run the cases marked thorough, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough"):
+        hypothesis.settings.load_profile("thorough")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import json
 import re
@@ -88,12 +89,18 @@ def _modules() -> dict[str, Path]:
 MODULES = _modules()
 
 
+@functools.cache
+def _import_nodes(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _imports(path: Path) -> Iterator[str]:
     """Every module of ours that a file imports, at its top, inside functions or for type checking."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _import_nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "kvcli")
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path} has a relative import"
             if node.module and node.module.split(".")[0] == "kvcli":
                 for alias in node.names:
@@ -163,10 +170,10 @@ def test_every_dependency_is_used() -> None:
     wanted = {others.get(name, name) for name in named} - {"pip"}
     found = set()
     for path in MODULES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _import_nodes(path):
             if isinstance(node, ast.Import):
                 found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
+            elif node.module:
                 found.add(node.module.split(".")[0])
     assert found - sys.stdlib_module_names - {"kvcli", "tomllib"} == wanted
 

@@ -53,7 +53,9 @@ def names() -> list[str]:
     "use",
     [
         pytest.param("torch.distributions.Normal(0.0, 1.0)", marks=pytest.mark.thorough),
-        "torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5).step()",  # imports torch._dynamo
+        pytest.param(  # imports torch._dynamo
+            "torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5).step()", marks=pytest.mark.thorough
+        ),
         pytest.param("len(torch.utils.data.DataLoader([1, 2, 3], batch_size=2))", marks=pytest.mark.thorough),
         "torch._meta_registrations.meta_mm",
         pytest.param("__import__('torch._dynamo')", marks=pytest.mark.thorough),

@@ -34,7 +34,7 @@ SINK = EvictOptions("sink", 0, 5)
 CASES = [
     ("llama", "native", ("f16", "f16"), SINK),
     ("llama", "reference", ("int4", "int8"), EvictOptions("sink", 30, 20)),
-    ("llama", "native", ("fp8", "int6"), EvictOptions("window", 17)),
+    pytest.param(("llama", "native", ("fp8", "int6"), EvictOptions("window", 17)), marks=pytest.mark.thorough),
     ("llama", "native", ("int4", "int8"), EvictOptions("shift", 20, 5)),
     ("gemma3", "native", ("int8", "int4"), SINK),
 ]

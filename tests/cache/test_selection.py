@@ -204,7 +204,9 @@ def test_chunks_do_not_change_what_stays(policy: str):
     engine.pool.check([*whole.holds(), *parts.holds()])
 
 
-@pytest.mark.parametrize("policy", SCORERS)
+@pytest.mark.parametrize(
+    "policy", [pytest.param(p, marks=pytest.mark.thorough if p in ("random", "tova") else ()) for p in SCORERS]
+)
 def test_answers_go_on_beyond_the_context_and_forks_agree(policy: str):
     engine = selecting("llama", policy, "120", ("f16", "int8"))
     seq, options = engine.new_sequence(), replace(GREEDY, max_tokens=330, ignore_eos=True)

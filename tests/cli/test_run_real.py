@@ -153,7 +153,7 @@ def test_a_table_in_a_pipe_leaves_stderr_empty(kv, here, model, tmp_path):
 # --- signals
 
 
-@pytest.mark.parametrize("mapped", ["libtorch_cpu", "smollm2"])
+@pytest.mark.parametrize("mapped", [pytest.param("libtorch_cpu", marks=pytest.mark.thorough), "smollm2"])
 def test_ctrl_c_while_importing_or_loading(start, tmp_path, mapped):
     (tmp_path / "long").write_text(LONG_PROMPT)
     process = start("run", "-f", str(tmp_path / "long"))
@@ -186,7 +186,7 @@ def test_ctrl_c_while_prefilling(start, tmp_path):
     assert json.loads(out.splitlines()[-1])["error"]["code"] == 130
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_a_signal_while_answering(start, number):
     process = start("run", "--ignore-eos", "--no-loop-stop", "-n", "8000", "Tell me a story.")
     first = os.read(process.stdout.fileno(), 100)

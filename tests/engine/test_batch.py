@@ -68,8 +68,16 @@ def together(engine: Engine, some: list[tuple], parallel: int, caches: Caches | 
 
 
 CASES = [
-    *((v, "native", codec, e) for v, e in (("llama", EvictOptions()), ("gemma3", EvictOptions())) for codec in CODECS),
-    *(("llama", "native", codec, SINKS) for codec in ("f16", "int8", "int4")),
+    *(("llama", "native", codec, EvictOptions()) for codec in CODECS),
+    *(("gemma3", "native", codec, EvictOptions()) for codec in ("f16", "int8")),
+    *(("llama", "native", codec, SINKS) for codec in ("f16", "int4")),
+    *(
+        pytest.param(*case, marks=pytest.mark.thorough)
+        for case in (
+            *(("gemma3", "native", codec, EvictOptions()) for codec in CODECS if codec not in ("f16", "int8")),
+            ("llama", "native", "int8", SINKS),
+        )
+    ),
     *(("llama", "reference", codec, EvictOptions()) for codec in ("f16", "int4")),
     *(
         pytest.param("llama", "reference", codec, EvictOptions(), marks=pytest.mark.thorough)
@@ -150,8 +158,17 @@ def tight(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("codec", "pages"), [("f16", 14), ("int8", 14), ("int4", 12)])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    ("codec", "pages", "cached"),
+    [
+        ("f16", 14, True),
+        ("int4", 12, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("f16", 14, False), ("int8", 14, False), ("int8", 14, True), ("int4", 12, True))
+        ),
+    ],
+)
 def test_where_pages_run_out_the_youngest_waits_and_goes_on_the_same(
     tight: Callable[..., Engine], codec: str, pages: int, cached: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,21 @@ CHUNKS = (1, 2, 7, 16, 63, 64, 65, 100, len(PROMPT))
 
 @pytest.fixture(
     scope="module",
-    params=[(v, b, t) for v in ("llama", "gemma3") for b in ("native", "reference") for t in ("f32", "f16")],
+    params=[
+        ("llama", "native", "f32"),
+        ("llama", "reference", "f16"),
+        ("gemma3", "native", "f16"),
+        ("gemma3", "reference", "f32"),
+        *(
+            pytest.param(case, marks=pytest.mark.thorough)
+            for case in (
+                ("llama", "native", "f16"),
+                ("llama", "reference", "f32"),
+                ("gemma3", "native", "f32"),
+                ("gemma3", "reference", "f16"),
+            )
+        ),
+    ],
     ids="-".join,
 )
 def engine(request: pytest.FixtureRequest) -> Engine:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 import tiny
+import torch
 from gpucases import DEVICE, MORE
 from kernelcases import one_thread
 

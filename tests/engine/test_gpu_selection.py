@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import tiny
+import torch
 from gpucases import COMPILED, DEVICE, OPS
 from kernelcases import one_thread
 

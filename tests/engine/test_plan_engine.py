@@ -93,7 +93,10 @@ def test_the_largest_context_is_true(small: Path, tokens: int, slack: int, page_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tail", "sinks"), [(1, 1), (0, 1), (0, 3), (1, 0), (1, 5), (1, 50)])
+@pytest.mark.parametrize(
+    ("tail", "sinks"),
+    [(1, 1), (0, 3), (1, 0), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((0, 1), (1, 5), (1, 50)))],
+)
 def test_tail_and_sinks_are_planned_and_allocated(small: Path, kv_here: KvHere, tail: int, sinks: int) -> None:
     """What `kv estimate` says of these flags, the plan of the engine, and the pool after a run to the end."""
     engine = open_small(small, None, ctx_size=900, type_k="int4", type_v="int8", tail=tail, sinks=sinks)
@@ -310,7 +313,10 @@ def test_memory_of_this_process(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.models
-@pytest.mark.parametrize(("model", "tokens"), [("smollm2", 640), ("gemma3", 64), ("gemma3", 640)])
+@pytest.mark.parametrize(
+    ("model", "tokens"),
+    [*(pytest.param(*x, marks=pytest.mark.thorough) for x in (("smollm2", 640), ("gemma3", 64))), ("gemma3", 640)],
+)
 def test_the_prediction_holds_for_real_models(
     model: str, tokens: int, smollm2_path: Path, gemma3_path: Path, kv: Kv, tmp_path: Path
 ) -> None:

@@ -84,13 +84,19 @@ options_of_answers = st.builds(
     st.sampled_from([1.0, 1.3]),
 )
 CASES = [
+    *(("llama", "native", codec, POLICIES[i % 2], 1) for i, codec in enumerate(CODECS)),
+    *(("llama", "native", codec, policy, i % 2) for i, (codec, policy) in
+      enumerate((codec, policy) for codec in ("int8", "int4") for policy in POLICIES[1:])),
+    *((variant, "native", "int8", POLICIES[0], 1) for variant in ("gemma3", "llama4", "gemma4", "gpt-oss")),
+    ("llama", "reference", "int4", POLICIES[0], 1),
+]  # fmt: skip
+MORE = [
     *(("llama", "native", codec, policy, 1) for codec in CODECS for policy in POLICIES[:2]),
     *(("llama", "native", codec, policy, tail) for codec in ("f16", "int8", "int4") for policy in POLICIES[1:]
       for tail in (0, 1)),
-    *(("gemma3", "native", codec, POLICIES[0], 1) for codec in ("f16", "int8", "int4")),
-    *((variant, "native", "int8", POLICIES[0], 1) for variant in ("llama4", "gemma4", "gpt-oss")),
-    ("llama", "reference", "int4", POLICIES[0], 1),
+    *(("gemma3", "native", codec, POLICIES[0], 1) for codec in ("f16", "int4")),
 ]  # fmt: skip
+CASES += [pytest.param(*case, marks=pytest.mark.thorough) for case in dict.fromkeys(MORE) if case not in CASES]
 
 
 @pytest.mark.slow

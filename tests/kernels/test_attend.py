@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cachecases import SmallPool
-from gpucases import DEVICE, OPS, error
+from gpucases import DEVICE, MORE, OPS, error
 from kernelcases import ISAS, backend, one_thread
 from sealedcases import layout
 
@@ -58,9 +58,9 @@ class Layer:
     ("types", "retention", "more"),
     [
         (("f16", "f16"), None, {}),
-        (("int8", "int4"), None, {}),
+        pytest.param(("int8", "int4"), None, {}, marks=MORE),
         (("int8", "fp8"), Rolling(4, 16, SIZE), {}),
-        (("int6", "int8"), None, {"tail": 0}),
+        pytest.param(("int6", "int8"), None, {"tail": 0}, marks=MORE),
     ],
 )
 def test_backends_agree(types: tuple[str, str], retention: Retention | None, more: dict[str, Any], name: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpucases import COMPILED, DEVICE, OPS, error
+from gpucases import COMPILED, DEVICE, MORE, OPS, error
 from kernelcases import packed
 
 from kvcli.blockformats import EXPONENT, FORMATS, FORMS, PLAIN, D
@@ -16,10 +16,17 @@ from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.wide import HalfRows, weave
 
 TYPES = [name for name, form in FORMS.items() if form.kind != PLAIN]
+SIZES = ((70, 1, 2), (130, 21, 3))
 
 
-@pytest.mark.parametrize("type_", TYPES)
-@pytest.mark.parametrize(("rows", "t", "parts"), [(70, 1, 2), pytest.param(64, 16, 1, marks=COMPILED), (130, 21, 3)])
+@pytest.mark.parametrize(
+    ("type_", "rows", "t", "parts"),
+    [
+        *((type_, *SIZES[i % 2]) for i, type_ in enumerate(TYPES)),
+        *(pytest.param(type_, *SIZES[1 - i % 2], marks=MORE) for i, type_ in enumerate(TYPES)),
+        *(pytest.param(type_, 64, 16, 1, marks=COMPILED) for type_ in TYPES),
+    ],
+)
 def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     cols = {64: 320, 128: 384, 256: 768}.get(FORMATS[type_].elements, 288)
     weights = packed(type_, rows, cols)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import synthetics
 import torch
 from conftest import ROOT
-from gpucases import DEVICE, error, expect_activations, planes
+from gpucases import DEVICE, MORE, error, expect_activations, planes
 from kernelcases import one_thread, packed
 
 from kvcli.blockformats import FORMATS, FORMS, WEIGHT_FORMATS
@@ -56,6 +58,11 @@ def on_device(*parts: QuantTensor, paired: bool = False) -> DeviceMatrix:
 def empty(n: int, keep: bool = True) -> Activations:
     made = Activations.empty(n, keep, torch.device(DEVICE))
     return Activations(*(guarded(x) for x in made.arrays), keep)
+
+
+def some_of(types: Sequence[str], first: int, each: int = 2) -> list[Any]:
+    """Every second type, of which each has another role here; the others take their turn with --thorough."""
+    return [pytest.param(x, marks=() if i % each == first else MORE) for i, x in enumerate(types)]
 
 
 def floats(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -152,7 +159,7 @@ def test_store(type_, cols):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("type_", some_of(TYPES, 0))
 def test_adding_to_the_residual(type_):
     cols, rows = columns(type_)[0], 64
     x, weights = Vector(cols), packed(type_, rows, cols)
@@ -172,8 +179,9 @@ def test_adding_to_the_residual(type_):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("type_", "act"), [(t, ("silu", "gelu")[i % 2]) for i, t in enumerate(TYPES)])
-def test_gates(type_, act):
+@pytest.mark.parametrize("type_", some_of(TYPES, 1))
+def test_gates(type_):
+    act = ("silu", "gelu")[TYPES.index(type_) // 2 % 2]
     cols, rows = columns(type_)[0], 64
     x, gates, gated = Vector(cols), packed(type_, rows, cols, 1), packed(type_, rows, cols, 2)
     matrix = on_device(gates, gated, paired=True)
@@ -190,7 +198,7 @@ def test_gates(type_, act):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("type_", [name for name in TYPES if FORMS[name].table != "float32"])
+@pytest.mark.parametrize("type_", some_of([name for name in TYPES if FORMS[name].table != "float32"], 1, 4))
 def test_what_the_benchmark_times_is_right(type_, monkeypatch):
     script = synthetics.module("gpu_products")
     monkeypatch.setattr(script, "DEVICE", torch.device(DEVICE))

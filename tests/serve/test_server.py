@@ -124,15 +124,13 @@ HOSTILE = [
 @pytest.mark.parametrize(
     "path",
     [
-        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages"),
+        *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize"),
         *(
-            "/v1/messages/count_tokens",
-            "/api/chat",
-            "/api/generate",
-            "/api/show",
-            "/tokenize",
-            "/detokenize",
-            "/nowhere",
+            pytest.param(path, marks=pytest.mark.thorough)
+            for path in (
+                *("/v1/embeddings", "/v1/messages/count_tokens", "/api/generate", "/api/show", "/detokenize"),
+                "/nowhere",
+            )
         ),
     ],
 )

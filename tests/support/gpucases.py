@@ -22,7 +22,9 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
-MORE = pytest.mark.thorough if DEVICE == "cpu" else ()  # a case that takes its time there and differs little from others
+MORE = (
+    pytest.mark.thorough if DEVICE == "cpu" else ()
+)  # a case that takes its time there and differs little from others
 
 
 def _import_kernels() -> None:
