@@ -9,15 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import eagles
-import gguf
-import numpy as np
 import pytest
-import tiny
 from conftest import PACKAGE_ROOT, KvHere
 from estimatecases import CARD, ok, small_file, use_own_folders
 
-from kvcli.runtime.engine.spec import drafting
 from kvcli.runtime.host.memory import gpus
 from kvcli.runtime.plan import overheads
 
@@ -52,65 +47,6 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "assumed: kv doctor measures it" in out
 
 
-@pytest.mark.parametrize(
-    "name", ["deepseek-v3", "gemma-3-12b", "falcon-7b", "mistral-7b-v0.1", "gpt-oss-120b", "llama-3.1-405b"]
-)
-@pytest.mark.parametrize("card", ["rtx3060-12g", "h200-141g"])
-def test_every_kind_of_model_fits_the_terminal(name: str, card: str, kv_here: KvHere) -> None:
-    code, out, _ = kv_here("estimate", name, "--gpu", card)
-    assert code in (0, 4)
-    assert max(map(len, out.splitlines())) <= 80, out
-
-
-def test_attention_kinds(kv_here: KvHere) -> None:
-    assert "61 × 576 × 2 B = 70,272 B (latent" in ok(kv_here("estimate", "deepseek-v3", "--vram", "800G"))
-    assert "MQA · 32 full layers · 71 query heads · 1 KV head (71:1)" in ok(
-        kv_here("estimate", "falcon-7b", "--vram", "80G")
-    )
-    gemma = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G"))
-    assert "8 full + 40 sliding layers" in gemma
-    assert "40 × 8 × (256 K + 256 V) × 2 B = 327,680 B up to 1,024 tokens" in gemma
-
-
-def test_a_latent_model_has_no_values_of_their_own(kv_here: KvHere) -> None:
-    out = ok(kv_here("estimate", "deepseek-v3", "--vram", "800G", "--csv"))
-    assert all(row["type_k"] == row["type_v"] for row in csv.DictReader(io.StringIO(out)))
-
-
-def test_a_file(small: Path, kv_here: KvHere) -> None:
-    out = ok(kv_here("estimate", str(small), "--json", "--device", "cpu"))
-    answer = json.loads(out)
-    weights = 2 * (64 * 64 * 2 + 64 * 4) + 100 * 64 * 2
-    fixed = {row["name"]: row for row in answer["fixed"]}
-    assert fixed["weights"]["predicted_bytes"] == weights and fixed["weights"]["source"] == "exact"
-    assert fixed["weight copies"]["predicted_bytes"] == 2 * (64 * 64 * 2 + 64 * 4)  # q is reordered, norms are decoded
-    assert fixed["margin"]["predicted_bytes"] == 512 * MIB
-    assert answer["attention"] == {
-        "kind": "gqa", "state_bytes": 0,
-        "groups": [{"kind": "full", "layers": 2, "kv_heads": 2, "dim_k": 16, "dim_v": 16, "window": None}],
-    }  # fmt: skip
-    f16 = next(row for row in answer["types"] if row["type_k"] == "f16")
-    assert f16["bytes_per_token"] == 2 * 2 * 32 * 2
-    assert (f16["ctx_size"], f16["pages"], f16["max_ctx_size"]) == (512, 8, 512)
-    assert answer["recommend"]["args"] == ["--cache-type-k", "f16", "--cache-type-v", "f16", "-c", "512"]
-    assert answer["device"] == "cpu" and answer["device_info"]["source"] in ("MemAvailable", "cgroup")
-    assert (answer["page_size"], answer["kv_schema"]) == (64, 2)
-
-
-def test_a_further_token_where_windows_are_full(kv_here: KvHere) -> None:
-    """In KiB at f16: 8 full layers of 8 heads with 256 + 256 elements; the 40 sliding ones hold 1,024 tokens."""
-    for context, cost in (("1000", "384.0"), ("32k", "64.0")):
-        out = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "-c", context))
-        row = next(line.split() for line in out.splitlines() if line.startswith("f16 "))
-        assert row[1] == cost
-        assert ("KiB/token  of a further token, now that windows are full" in out) is (cost == "64.0")
-    rows = json.loads(ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--json")))["types"]
-    f16 = next(row for row in rows if row["type_k"] == "f16")
-    assert (f16["bytes_per_token"], f16["windows_full_bytes_per_token"]) == (384 << 10, 64 << 10)
-    small = "--layers 2 --kv-heads 1 --heads 1 --head-dim 64 --hidden 64 --swa-layers 1 --swa-window 128 -c 1024"
-    assert "512 B/token, 256 once windows are full" in ok(kv_here("estimate", *small.split()))
-
-
 def test_every_form_has_the_same_numbers(kv_here: KvHere) -> None:
     rows = json.loads(ok(kv_here("estimate", *CARD, "--json")))["types"]
     table = list(csv.DictReader(io.StringIO(ok(kv_here("estimate", *CARD, "--csv")))))
@@ -121,63 +57,6 @@ def test_every_form_has_the_same_numbers(kv_here: KvHere) -> None:
         assert f"KV pool  {row['kv_bytes']:,} B" in explained
         assert f"= {row['predicted_bytes']:,} B" in explained
         assert f"largest context: {row['max_ctx_size']:,} " in explained
-
-
-def test_a_draft_model_is_counted(small: Path, kv_here: KvHere) -> None:
-    both, alone, theirs = (
-        json.loads(ok(kv_here("estimate", *args, "--vram", "80G", "-c", "64", "--json")))
-        for args in ((str(small), "--draft-model", str(small)), (str(small),), (str(small),))
-    )
-    assert (both["draft_model"], alone["draft_model"]) == (str(small), None)
-    names = {each["name"]: each["predicted_bytes"] for each in both["fixed"]}
-    assert names["draft: weights"] == names["weights"] > 0
-    for sums, one, other in zip(both["types"], alone["types"], theirs["types"], strict=True):
-        assert sums["draft_kv_bytes"] == sums["kv_bytes"] == one["kv_bytes"] and one["draft_kv_bytes"] == 0
-        once = names["CUDA context + libraries"]  # of the process
-        assert sums["predicted_bytes"] == one["predicted_bytes"] + other["predicted_bytes"] - once
-    asked = "estimate", str(small), "--draft-model", str(small), "--vram", "80G", "-c", "64"
-    screen = ok(kv_here(*asked))
-    assert "draft KV" in screen and "\ndraft      " in screen and max(map(len, screen.splitlines())) <= 80
-    assert "draft: KV pool" in ok(kv_here(*asked, "--explain"))
-    assert f"--draft-model {small}" in ok(kv_here(*asked, "--print-args"))
-    code, _, err = kv_here("estimate", str(small), "--draft-model", "nowhere.gguf")
-    assert code == 3 and "the draft model: " in err
-
-
-def test_a_layer_that_predicts_further_tokens_is_counted(kv_here: KvHere) -> None:
-    asked = "estimate", str(tiny.make("glm4moe-ahead").path), "--vram", "80G", "-c", "64"
-    both, alone = (json.loads(ok(kv_here(*asked, *more, "--json"))) for more in (("--spec", "mtp"), ()))
-    names = {each["name"]: each["predicted_bytes"] for each in both["fixed"]}
-    assert 0 < names["draft: weights"] < names["weights"] and "draft: tokenizer" not in names
-    for sums, one in zip(both["types"], alone["types"], strict=True):
-        assert 0 < sums["draft_kv_bytes"] < sums["kv_bytes"] == one["kv_bytes"]
-    assert "--spec mtp" in ok(kv_here(*asked, "--spec", "mtp", "--print-args"))
-    code, _, err = kv_here("estimate", str(tiny.make("llama").path), "--spec", "mtp")
-    assert code == 3 and "no layer that predicts further tokens" in err
-    code, _, err = kv_here(*asked, "--spec", "suffix")
-    assert code == 2 and "--spec suffix has no memory of its own to plan" in err
-
-
-def test_a_head_is_counted(kv_here: KvHere) -> None:
-    head = str(eagles.make("llama")[0])
-    asked = "estimate", str(tiny.make("llama").path), "--draft-model", head, "--vram", "80G", "-c", "64"
-    found = json.loads(ok(kv_here(*asked, "--json")))
-    assert found["draft_model"] == head and all(
-        0 < each["draft_kv_bytes"] < each["kv_bytes"] for each in found["types"]
-    )
-
-
-def test_pairs_that_are_refused_have_no_plan(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama = str(tiny.make("llama").path)
-    for more, code, told in (
-        (("--evict", "h2o", "--budget", "128"), 2, "nothing can be guessed with --evict h2o"),
-        (("--attend", "pages:4"), 2, "nothing can be guessed with --attend pages:4"),
-    ):
-        found, _, err = kv_here("estimate", llama, "--draft-model", llama, *more)
-        assert found == code and told in err
-    monkeypatch.setattr(drafting, "differing", lambda mine, theirs: "token 3 is 'a', and 'b' in the model")
-    found, _, err = kv_here("estimate", llama, "--draft-model", llama)
-    assert found == 3 and "the draft model has another vocabulary: token 3 is 'a'" in err
 
 
 def test_explain_multiplies(kv_here: KvHere) -> None:
@@ -195,18 +74,6 @@ def test_explain_multiplies(kv_here: KvHere) -> None:
     assert "pages: 1 + 3 × (1 - 1) + (min(ceil(65,536 / 64), 1 + ceil(512 / 64)) - 1) = 9" in out
     sliding = ok(kv_here("estimate", "gemma-3-12b", "--vram", "80G", "--explain", "-ct", "f16", "-ub", "512"))
     assert "min(ceil(131,072 / 64), ceil((1,024 - 1) / 64) + ceil(512 / 64)) = 24" in sliding
-
-
-def test_a_shape_by_hand(kv_here: KvHere) -> None:
-    shape = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "-c", "8192", "--batch-size", "64")
-    out = ok(kv_here("estimate", *shape, "--cache-type", "bf16"))
-    assert "131,072 B/token · 65,536 MiB" in out
-    exact = ok(kv_here("estimate", *shape, "--cache-type", "bf16", "--units", "B"))
-    assert "131,072 B/token · 68,719,476,736 B" in exact
-    assert "weights are not counted" in out
-    counted = ok(kv_here("estimate", *shape[:-2], "--params", "8b", "--bpw", "16", "--vram", "80G", "--json"))
-    weights = json.loads(counted)["fixed"][0]
-    assert [weights[key] for key in ("name", "predicted_bytes", "source")] == ["weights", 16_000_000_000, "computed"]
 
 
 def test_several_contexts_and_types(kv_here: KvHere) -> None:
@@ -325,62 +192,6 @@ def test_usage_errors(args: tuple[str, ...], message: str, kv_here: KvHere) -> N
     assert message in (out + err) and "Traceback" not in err
 
 
-def test_a_missing_context_length_is_asked_for(tmp_path: Path, kv_here: KvHere) -> None:
-    path = tmp_path / "x.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    for add in (writer.add_block_count, writer.add_head_count):
-        add(2)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(64)
-    writer.add_tensor("token_embd.weight", np.zeros((10, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    code, _, err = kv_here("estimate", str(path))
-    assert code == 2 and "llama.context_length" in err and "-c N supplies it" in err
-    assert kv_here("estimate", str(path), "-c", "100")[0] == 0
-
-
-def test_a_safetensors_folder(tmp_path: Path, kv_here: KvHere) -> None:
-    from safetensors.numpy import save_file
-
-    matrix, vector = np.zeros((100, 64), np.float16), np.zeros(64, np.float16)
-    tensors = {"model.embed_tokens.weight": matrix, "lm_head.weight": matrix, "model.norm.weight": vector}
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_file(tensors, str(folder / "model.safetensors"))
-    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    others = {"vocab_size": 100, "intermediate_size": 128, "max_position_embeddings": 512}
-    config = {"model_type": "mistral", "sliding_window": 256} | sizes | others
-    (folder / "config.json").write_text(json.dumps(config))
-    answer = json.loads(
-        ok(kv_here("estimate", str(folder), "--json", "--bandwidth", "1", "--device", "cpu", "-ct", "f16"))
-    )
-    assert answer["attention"]["groups"] == [
-        {"kind": "sliding", "layers": 2, "kv_heads": 2, "dim_k": 16, "dim_v": 16, "window": 256}
-    ]
-    assert answer["fixed"][0]["predicted_bytes"] == 2 * 12800 + 128
-    read = 12800 + 128 + 256 * 2 * 2 * 32 * 2  # not the input embedding; one window of the cache
-    assert answer["types"][0]["limit_tps"] == pytest.approx(1e9 / read, rel=1e-4)
-    (folder / "config.json").unlink()
-    code, _, err = kv_here("estimate", str(folder))
-    assert code == 3 and "config.json" in err
-
-
-def test_a_folder_is_planned_as_it_runs(kv_here: KvHere) -> None:
-    """The same as the file that it would become."""
-    words = ("--json", "--bandwidth", "1", "--device", "cpu", "-ct", "f16")
-    folder, file = (
-        json.loads(ok(kv_here("estimate", str(each), *words)))
-        for each in (tiny.folder("llama-untied"), tiny.make("llama-untied").path)
-    )
-    assert folder["model_info"]["runs"] is file["model_info"]["runs"] is True
-    assert [folder[key] for key in ("attention", "fixed")] == [file[key] for key in ("attention", "fixed")]
-    same = ("bytes_per_token", "kv_bytes", "predicted_bytes", "limit_tps")  # what is free changes meanwhile
-    assert [folder["types"][0][key] for key in same] == [file["types"][0][key] for key in same]
-
-
 def test_lists(kv_here: KvHere) -> None:
     presets = ok(kv_here("estimate", "--list-presets"))
     for name, cost in (("llama-3.1-8b", "131,072"), ("deepseek-v3", "70,272"), ("falcon-7b", "8,192")):
@@ -454,19 +265,3 @@ def test_csv_has_words_of_json(kv_here: KvHere) -> None:
     rows = [line.split(",") for line in ok(kv_here("estimate", *CARD, "--csv")).splitlines()]
     fits = rows[0].index("fits")
     assert {row[fits] for row in rows[1:]} == {"true", "false"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "layers"),
-    [
-        ("llama4", "3 chunked + 1 full layers"),
-        ("gemma3n", "2 sliding + 1 full + 3 sharing layers"),
-        ("gemma4-experts", "1 sliding + 2 full layers"),
-    ],
-)
-def test_families_with_layers_of_several_kinds(kv_here: KvHere, variant: str, layers: str) -> None:
-    path = str(tiny.make(variant).path)
-    code, out, err = kv_here("estimate", path, "-c", "256", "--device", "cpu")
-    assert (code, err) == (0, "") and layers in out
-    assert kv_here("estimate", "--explain", path, "-c", "256", "--device", "cpu")[0] == 0

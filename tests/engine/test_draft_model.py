@@ -2,74 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import tiny
 import torch
-from batches import Watched, alone, same, watched
+from batches import alone, same, watched
+from draftcases import OFF, SINK, WINDOW, always_guess, both, check, drafts, engine_of, kept
 from engines import DRAWN, GREEDY, PROMPT, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernelcases import need_native
 from reusecases import NOWHERE, Told
 
-from kvcli.errors import DoesNotFit, KVError, ModelError, UsageError
-from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions, SampleOptions
+from kvcli.errors import DoesNotFit, UsageError
+from kvcli.options import CacheOptions, EvictOptions, SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.engine.loaded import LoadedModel
-from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.scheduler import Scheduler
-from kvcli.runtime.engine.spec import drafting
-from kvcli.runtime.engine.spec.draftmodel import DraftGuesses, DraftModel
-from kvcli.runtime.engine.spec.pace import CPU_COSTS, Drafted, Pace
-from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.text.grammar import json_schema
-from kvcli.runtime.text.modeltext import ModelText
-
-OFF = {"spec": "off"}
-WORTH = Drafted.worth
-SINK, WINDOW = EvictOptions("sink", window=48, keep=5), EvictOptions("window", window=48)
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are made whether they are worth it or not."""
-    monkeypatch.setattr(Drafted, "worth", lambda self, most: max(0, min(most, 4)))
-
-
-@functools.cache
-def engine_of(
-    variant: str, draft: str, codec: str = "f16", evict: EvictOptions = EvictOptions(), **more: int
-) -> Engine:
-    need_native()
-    options = CacheOptions(more.pop("ctx", 160), codec, codec, page_size=16, ubatch=24, evict=evict, **more)
-    return Engine.open(tiny.make(variant).path, LoadOptions(variant, 2, "native"), options, tiny.make(draft).path)
-
-
-def drafts(engine: Engine) -> Engine:
-    assert engine.draft is not None
-    return engine.draft
-
-
-def kept(engine: Engine) -> DraftModel:
-    assert isinstance(engine.session.drafts, DraftModel)
-    return engine.session.drafts
-
-
-def check(engine: Engine) -> None:
-    """Nothing is held but rows for later prompts."""
-    engine.pool.check([])
-    drafts(engine).pool.check(kept(engine).tree.holds())
-
-
-def both(engine: Engine, prompt: list[int], options: SampleOptions) -> tuple[Watched, Watched]:
-    """The answer without guesses and with them."""
-    return alone(engine, prompt, replace(options, **OFF)), alone(engine, prompt, options)
+    always_guess(monkeypatch)
 
 
 CASES = [
@@ -267,151 +222,3 @@ def test_drawn_tokens_have_the_distribution_of_the_model() -> None:
     assert drawn.keys() <= chances.keys()
     found = sum((drawn.get(ids, 0) - count * p) ** 2 / (count * p) for ids, p in chances.items())
     assert found < len(chances) + 4 * (2 * len(chances)) ** 0.5
-
-
-# --- what is refused, and told
-
-
-def opened(variant: str) -> Opened:
-    return Opened(tiny.make(variant).path, LoadOptions(variant))
-
-
-@pytest.mark.parametrize(
-    ("variant", "draft", "options", "error"),
-    [
-        ("lfm2", "llama", CacheOptions(64), "the model has layers that keep a state"),
-        ("llama", "lfm2", CacheOptions(64), "the draft model has layers that keep a state"),
-        ("llama", "llama", CacheOptions(160, evict=EvictOptions("h2o", budget="128")), "with `evict=h2o`"),
-        ("llama", "llama", CacheOptions(160, attend=AttendOptions(pages=2)), "with `attend=pages:2`"),
-    ],
-)
-def test_models_and_options_that_nothing_can_be_guessed_with(
-    variant: str, draft: str, options: CacheOptions, error: str
-) -> None:
-    with pytest.raises((ModelError, UsageError), match=error):
-        LoadedModel(opened(variant), LoadOptions(variant, backend="reference"), options, draft=opened(draft))
-
-
-def test_a_model_with_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafting, "differing", lambda mine, theirs: "token 3 is 'a', and 'b' in the model")
-    with pytest.raises(
-        ModelError, match="the draft model has another vocabulary: token 3 is 'a', and 'b' in the model"
-    ):
-        LoadedModel(opened("llama"), LoadOptions("llama"), CacheOptions(64), draft=opened("llama"))
-
-
-def test_vocabularies_are_compared() -> None:
-    metadata = opened("llama").file.metadata
-    tokens, kinds = (list(metadata[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type"))
-
-    def differing(**keys: object) -> str:
-        changed = {**metadata, **{f"tokenizer.ggml.{name}": value for name, value in keys.items()}}
-        mine, theirs = (ModelText.of(each, "a").tokenizer for each in (metadata, changed))
-        return drafting.differing(mine, theirs)
-
-    assert differing() == ""
-    assert (
-        differing(tokens=[*tokens[:50], "other", *tokens[51:]])
-        == f"token 50 is 'other', and {tokens[50]!r} in the model"
-    )
-    more = {"tokens": [*tokens, "[PAD]"], "token_type": [*kinds, 5]}
-    assert differing(**more) == ""
-    assert (
-        differing(**more | {"token_type": [*kinds, 1]}) == f"token {len(tokens)} is '[PAD]', and not there in the model"
-    )
-    assert differing(eos_token_id=1) == "EOS is token 1, and 2 in the model"
-
-
-def test_what_is_said_of_a_draft_model() -> None:
-    engine = engine_of("llama", "llama", ctx=600)
-    assert any("as large as the model" in text for text in engine.notices)
-    assert any("trained on 512 tokens: behind them" in text for text in engine.notices)
-    sizes = WeightBytes(9 << 20, 0, 9 << 20, "", ""), WeightBytes(2 << 20, 0, 2 << 20, "", "")
-    assert drafting.too_large(*sizes) == "" and "9 MiB for each token, and 2" in drafting.too_large(*reversed(sizes))
-
-
-def test_what_a_draft_model_cannot_do_is_said_to_be_its_fault(tmp_path: Path) -> None:
-    path = tmp_path / "a.gguf"
-    path.write_bytes(b"GGUF" + bytes(20))
-    with pytest.raises(KVError, match=r"^the draft model: "):
-        Opened.draft(path, LoadOptions("a"))
-
-
-def test_guesses_by_a_draft_model_need_one() -> None:
-    engine = engine_of("llama", "llama").beside(CacheOptions(64))
-    with pytest.raises(UsageError, match="`spec=draft` needs a model that drafts"):
-        engine.request(engine.new_sequence(), PROMPT[:9], replace(GREEDY, spec="draft"))
-
-
-# --- memory
-
-
-def test_memory_is_planned_for_both() -> None:
-    with_draft = engine_of("llama", "qwen3", "int8")
-    terms = with_draft.terms
-    alone, theirs = terms.without_draft().plan, drafts(with_draft).plan
-    assert terms.plan.total == alone.total + theirs.total
-    assert terms.plan.draft_kv_bytes == theirs.kv_bytes > 0 == alone.draft_kv_bytes
-    names = {row.name for row in terms.plan.rows}
-    assert {"draft: weights", "draft: KV pool"} <= names and "draft: runtime and libraries" not in names
-    pools = with_draft.pool.budget_bytes, drafts(with_draft).pool.budget_bytes
-    assert None not in pools
-    left = terms.budget.bytes - terms.plan.needed
-    assert sum(pools) == terms.plan.kv_bytes + theirs.kv_bytes + left  # type: ignore[arg-type]
-    assert with_draft.predict(100).total > replace(terms.setting, draft=None).plan(with_draft.layout, 100).total
-
-
-def test_a_context_that_fits_alone_may_not_fit_with_a_draft_model() -> None:
-    path, options = tiny.make("llama").path, CacheOptions(0, page_size=16)
-    load = LoadOptions("llama", 1, "reference")
-    whole = Engine.open(path, load, options).plan.total
-    load = replace(load, memory_limit=str(whole + 1000))
-    assert Engine.open(path, load, options).ctx_size == 512
-    with pytest.raises(DoesNotFit, match="the model and its draft model need"):
-        Engine.open(path, load, options, path)
-
-
-# --- how many
-
-
-@pytest.mark.parametrize(
-    ("costs", "right", "draft_s", "expected"),
-    [
-        (CPU_COSTS, 1.0, 0.0, 15), (CPU_COSTS, 0.8, 0.05, 3), (CPU_COSTS, 0.1, 0.05, 0), (CPU_COSTS, 0.9, 1.0, 0),
-        ((1.2, 1.3, 1.4), 0.95, 0.05, 15), ((1.2, 1.3, 1.4), 0.8, 0.05, 7),
-    ],
-)  # fmt: skip
-def test_as_many_are_guessed_as_are_worth_it(
-    costs: tuple[float, ...], right: float, draft_s: float, expected: int
-) -> None:
-    pace = Pace(costs)
-    judge = Drafted(pace)
-    worth = WORTH.__get__(judge)
-    assert worth(15) == 0  # a step without guesses is measured first
-    pace.took(1, 1, 1.0)
-    judge.took(1, draft_s)
-    for i in range(300):
-        judge.saw(1, (37 * i % 100 + 0.5) / 100 < right)
-    pace._account = 0.5
-    assert worth(15) == expected and worth(0) == 0
-    for _ in range(100):
-        pace.took(1, 1, 1.0)
-    assert worth(15) == (expected or 3)  # whether that has changed is found out now and then
-    pace.spent(100.0)
-    assert worth(15) == 0
-
-
-def test_the_first_guess_waits_until_the_prompt_is_read() -> None:
-    """A prefill step before each token, so that nothing waits for long."""
-    engine = engine_of("llama", "llama")
-    kept(engine).close()
-    request = engine.request(engine.new_sequence(), PROMPT[:140], replace(GREEDY, max_tokens=12))
-    steps = list[int]()
-    while not request.finished:
-        engine.step([request])
-        guesses = request.guesses
-        assert isinstance(guesses, DraftGuesses)
-        if request.answering and not request.finished:
-            steps.append(guesses.drafted)
-    assert steps[:4] == [0, 0, 0, 0] and steps[-1] > 0
-    request.seq.close()
