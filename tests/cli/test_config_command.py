@@ -12,7 +12,7 @@ import configcases
 import pytest
 from conftest import KvHere
 
-from kvcli.cli import configfile
+from kvcli.cli import configfile, main
 
 
 @pytest.fixture(autouse=True, scope="module")
