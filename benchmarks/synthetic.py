@@ -4,8 +4,10 @@
     python benchmarks/synthetic.py 8b OUT.gguf --quant Q8_0     # Llama-3.1-8B: 8.5 GB, 4.9 GB as Q4_K_M
     python benchmarks/synthetic.py 8b OUT.gguf --vocab 4096     # small embeddings: quicker to write
     python benchmarks/synthetic.py 30b-a3b OUT.gguf             # Qwen3-30B-A3B: 128 experts, 8 a token, 18.6 GB
-    python benchmarks/synthetic.py 30b-a3b OUT.gguf --layers 3  # fewer of its 48 layers
     python benchmarks/synthetic.py 9b-delta OUT.gguf            # Qwen3.5-9B: gated delta networks, 5.6 GB
+    python benchmarks/synthetic.py 9b-delta OUT.gguf --layers 8 # fewer of its layers
+    python benchmarks/synthetic.py lite OUT.gguf --quant Q8_0   # DeepSeek V2 Lite: latents
+    python benchmarks/synthetic.py falcon-h1-7b OUT.gguf        # and other states: nemotron-h-8b, granite-h-3b, lfm2-1b
 
 Every block is a valid one with finite scales, so `kv run` computes with real cost and says nonsense. `--vocab` is the
 number of tokens; the tokenizer is a byte-level one of exactly that size. Blocks are written in pieces: memory stays
@@ -18,13 +20,14 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
 import gguf
 import numpy as np
+from synthetic_shapes import SHAPES, Shape, Tensor, tensors
 
 PIECE_BYTES = 16 << 20  # random bytes made at a time
 KEEP_FREE_BYTES = 1 << 30
@@ -36,134 +39,16 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model: a llama; with `experts` a qwen3moe, of which a token has `used`, `ffn` wide each; with `delta`
-    (key heads, value heads, size of each) a qwen35, which has attention in every fourth layer."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int = 128256
-    context: int = 131072
-    tied: bool = False
-    experts: int = 0
-    used: int = 0
-    delta: tuple[int, int, int] | None = None
-
-    @property
-    def arch(self) -> str:
-        if self.delta:
-            return "qwen35"
-        return "qwen3moe" if self.experts else "llama"
-
-
-SHAPES = {
-    "1b": Shape(16, 2048, 8192, 32, 8, 64, tied=True),
-    "8b": Shape(32, 4096, 14336, 32, 8, 128),
-    "30b-a3b": Shape(48, 2048, 768, 32, 4, 128, vocab=151936, context=40960, experts=128, used=8),
-    "9b-delta": Shape(32, 4096, 12288, 16, 4, 256, vocab=248320, context=262144, delta=(16, 32, 128)),
-    "tiny-delta": Shape(4, 256, 512, 4, 2, 64, vocab=512, context=2048, delta=(2, 4, 64)),
-    "tiny-experts": Shape(2, 256, 256, 4, 2, 64, vocab=512, context=2048, experts=8, used=2),
-    "tiny": Shape(2, 256, 512, 4, 2, 64, vocab=512, context=2048),
-}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Name, shape in rows and columns, and GGML type."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-
-    @property
-    def nbytes(self) -> int:
-        elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[self.type]]
-        return int(np.prod(self.shape)) // elements * size
-
-
-def tensors(shape: Shape, quant: str) -> list[Tensor]:
-    """The tensors of the model. `quant`: Q8_0, or Q4_K_M with the better types where that mix has them."""
-    base, better = ("Q4_K", "Q6_K") if quant == "Q4_K_M" else (quant, quant)
-    d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    found = [Tensor("token_embd.weight", (shape.vocab, d), better if shape.tied else base)]
-    for i in range(shape.layers):
-        eighth = shape.layers // 8
-        more = i < eighth or i >= 7 * shape.layers // 8 or (i - eighth) % 3 == 2
-        sensitive, p = better if more else base, f"blk.{i}."
-        if shape.delta:
-            found += _hybrid(p, shape, i, base, sensitive)
-            continue
-        found += [
-            Tensor(p + "attn_norm.weight", (d,), "F32"),
-            Tensor(p + "attn_q.weight", (q, d), base),
-            Tensor(p + "attn_k.weight", (kv, d), base),
-            Tensor(p + "attn_v.weight", (kv, d), sensitive),
-            Tensor(p + "attn_output.weight", (d, q), base),
-            Tensor(p + "ffn_norm.weight", (d,), "F32"),
-            *(_experts(p, shape, base, sensitive) if shape.experts else _dense(p, shape, base, sensitive)),
-        ]
-    found.append(Tensor("output_norm.weight", (d,), "F32"))
-    return found if shape.tied else [*found, Tensor("output.weight", (shape.vocab, d), better)]
-
-
-def _dense(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]:
-    f, d = shape.ffn, shape.hidden
-    return [
-        Tensor(prefix + "ffn_gate.weight", (f, d), base),
-        Tensor(prefix + "ffn_up.weight", (f, d), base),
-        Tensor(prefix + "ffn_down.weight", (d, f), sensitive),
-    ]
-
-
-def _hybrid(prefix: str, shape: Shape, layer: int, base: str, sensitive: str) -> list[Tensor]:
-    """A layer of a qwen35."""
-    assert shape.delta is not None
-    d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    keys, values, size = shape.delta
-    channels = (2 * keys + values) * size
-    if (layer + 1) % 4:
-        inner = [
-            ("attn_qkv.weight", (channels, d), base), ("attn_gate.weight", (values * size, d), base),
-            *((f"ssm_{x}.weight", (values, d), base) for x in ("beta", "alpha")),
-            ("ssm_conv1d.weight", (channels, 4), "F32"), ("ssm_a", (values,), "F32"), ("ssm_dt.bias", (values,), "F32"),
-            ("ssm_norm.weight", (size,), "F32"), ("ssm_out.weight", (d, values * size), base),
-        ]  # fmt: skip
-    else:
-        inner = [
-            ("attn_q.weight", (2 * q, d), base), ("attn_k.weight", (kv, d), base),
-            ("attn_v.weight", (kv, d), sensitive), ("attn_output.weight", (d, q), base),
-            *((f"attn_{x}_norm.weight", (shape.head_dim,), "F32") for x in "qk"),
-        ]  # fmt: skip
-    norms = [(f"{x}_norm.weight", (d,), "F32") for x in ("attn", "post_attention")]
-    return [*(Tensor(prefix + name, sizes, kind) for name, sizes, kind in inner + norms),
-            *_dense(prefix, shape, base, sensitive)]  # fmt: skip
-
-
-def _experts(prefix: str, shape: Shape, base: str, sensitive: str) -> list[Tensor]:
-    """The experts of a layer, and the norms of heads that a qwen3moe has."""
-    n, f, d = shape.experts, shape.ffn, shape.hidden
-    return [
-        *(Tensor(f"{prefix}attn_{x}_norm.weight", (shape.head_dim,), "F32") for x in "qk"),
-        Tensor(prefix + "ffn_gate_inp.weight", (n, d), "F32"),
-        Tensor(prefix + "ffn_gate_exps.weight", (n, f, d), base),
-        Tensor(prefix + "ffn_up_exps.weight", (n, f, d), base),
-        Tensor(prefix + "ffn_down_exps.weight", (n, d, f), sensitive),
-    ]
-
-
 def random_blocks(tensor: Tensor, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """The tensor's bytes, piece by piece: random codes, scales such that a weight is about 1 / sqrt(columns)."""
     if tensor.type == "F32":
-        router = len(tensor.shape) > 1
+        router = len(tensor.shape) > 1 and not tensor.name.endswith("norm.weight")
         values = rng.standard_normal(tensor.shape) * tensor.shape[-1] ** -0.5 if router else np.ones(tensor.shape)
         if tensor.name.endswith(("ssm_a", "ssm_dt.bias")):  # states forget a half in some ten tokens, or in thousands
             values = -(10.0 ** rng.uniform(-2, 1, tensor.shape)) if tensor.name.endswith("ssm_a") else values * -4
-        yield values.astype("<f4").view(np.uint8)
+        if tensor.name.endswith("conv1d.bias"):
+            values = np.zeros(tensor.shape)
+        yield values.astype("<f4").view(np.uint8).reshape(-1)
         return
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type]][1]
     target = tensor.shape[-1] ** -0.5
@@ -212,6 +97,8 @@ def _merges(letters: list[str]) -> Iterator[tuple[str, str]]:
 def write(path: Path, shape: Shape, quant: str, seed: int = 1) -> int:
     """Write the model; its size in bytes. Exits with a message where the disk is too small."""
     table = tensors(shape, quant)
+    if misfits := [t.name for t in table if not t.whole]:
+        sys.exit(f"{misfits[0]} has rows that are no whole blocks of {quant}: --quant Q8_0 has smaller ones")
     need = sum(t.nbytes for t in table)
     free = shutil.disk_usage(path.resolve().parent).free
     if free < need + KEEP_FREE_BYTES:
@@ -234,23 +121,8 @@ def _write_header(path: Path, shape: Shape, quant: str, table: list[Tensor]) -> 
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.hidden)
     writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
-    if shape.experts:
-        writer.add_expert_count(shape.experts)
-        writer.add_expert_used_count(shape.used)
-        writer.add_expert_feed_forward_length(shape.ffn)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim // 4 if shape.delta else shape.head_dim)
-    if shape.delta:
-        keys, values, size = shape.delta
-        writer.add_ssm_state_size(size)
-        writer.add_ssm_group_count(keys)
-        writer.add_ssm_time_step_rank(values)
-        writer.add_ssm_inner_size(values * size)
-        writer.add_ssm_conv_kernel(4)
+    _add_layers(writer, shape)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(500000.0)
     writer.add_vocab_size(shape.vocab)
@@ -273,6 +145,51 @@ def _write_header(path: Path, shape: Shape, quant: str, table: list[Tensor]) -> 
     writer.write_ti_data_to_file()
     writer.close()
     return int(writer.data_alignment)
+
+
+def _add_layers(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """What layers are made of."""
+    alone, listed = shape.arch == "nemotron_h", shape.arch in ("nemotron_h", "granitehybrid", "lfm2")
+    wide = shape.dense_ffn or shape.ffn
+    writer.add_feed_forward_length(shape.each("-", wide) if alone else wide)
+    writer.add_head_count_kv(shape.each("*", shape.kv_heads) if listed else shape.kv_heads)
+    (rank, turned), dim = shape.latent, shape.head_dim
+    writer.add_key_length(rank + turned if rank else dim)
+    writer.add_value_length(rank or dim)
+    writer.add_rope_dimension_count(turned or (dim // 4 if shape.arch == "qwen35" else dim))
+    if rank:
+        writer.add_kv_lora_rank(rank)
+        writer.add_key_length_mla(dim)
+        writer.add_value_length_mla(dim - turned)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.used)
+        writer.add_expert_feed_forward_length(shape.ffn)
+    if shape.shared:
+        writer.add_expert_shared_count(shape.shared)
+        writer.add_leading_dense_block_count(shape.dense)
+    if "D" in shape.pattern:
+        keys, values, size = shape.delta
+        _add_states(writer, size, keys, values, values * size)
+    if shape.mamba[0]:
+        heads, size, groups, state = shape.mamba
+        _add_states(writer, state, groups, heads, heads * size)
+    if "C" in shape.pattern:
+        writer.add_shortconv_l_cache(3)
+    if shape.arch in ("nemotron_h", "granitehybrid"):
+        writer.add_rope_scaling_finetuned(False)
+    if shape.arch == "granitehybrid":
+        for key, value in {"embedding_scale": 12.0, "attention.scale": 1 / 64, "residual_scale": 0.22}.items():
+            writer.add_float32(f"granitehybrid.{key}", value)
+        writer.add_logit_scale(8.0)
+
+
+def _add_states(writer: gguf.GGUFWriter, state: int, groups: int, heads: int, inner: int) -> None:
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_conv_kernel(4)
 
 
 def _pad(file: BinaryIO, alignment: int) -> None:

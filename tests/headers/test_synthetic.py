@@ -34,7 +34,14 @@ def test_sizes_are_those_of_the_published_models(name: str, parameters: int, qua
 
 
 @pytest.mark.parametrize(
-    ("name", "quant"), [("tiny", "Q4_K_M"), ("tiny", "Q8_0"), ("tiny-experts", "Q4_K_M"), ("tiny-delta", "Q4_K_M")]
+    ("name", "quant"),
+    [
+        ("tiny", "Q4_K_M"),
+        ("tiny", "Q8_0"),
+        ("tiny-experts", "Q4_K_M"),
+        *((f"tiny-{x}", "Q4_K_M") for x in ("delta", "falcon", "nemotron", "lfm2")),
+        *((f"tiny-{x}", "Q8_0") for x in ("granite", "lite")),
+    ],
 )
 def test_a_tiny_one_runs(name: str, quant: str, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"

@@ -14,6 +14,8 @@ from conftest import ROOT
 @functools.cache
 def module(name: str = "synthetic") -> ModuleType:
     """The script of that name, imported."""
+    if (folder := str(ROOT / "benchmarks")) not in sys.path:
+        sys.path.append(folder)  # scripts import others
     spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
