@@ -1,15 +1,20 @@
 """Attention of many queries over latents, un-absorbed (arXiv 2405.04434): latents become keys and values of each head,
 some at a time, and the vendor's library has the rest.
 
+Where rows are sealed, a query sees its own page in 16 bits and those before it as they are sealed. Then a step is cut
+into blocks: rows of one block are absorbed among themselves, and see the blocks before it as they see the past.
+
 A key of a head has fewer elements than a latent. Absorbed queries need no keys, which is worth it where they are few;
 those of a long step are many for each latent.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +22,15 @@ import torch
 from kvcli.kernels.attend import AttentionLayer, attend_latents
 from kvcli.kernels.gpu import latentcombine, latentrows, latents
 from kvcli.kernels.gpu.attention import LOG2_E, Partials
-from kvcli.kernels.gpu.pages import BoundStretch, DevicePages
+from kvcli.kernels.gpu.pages import BoundStretch, DevicePages, PageLists
 from kvcli.kernels.gpu.past import LEAST_ROWS, STAGED_ROWS, library, library_takes, stage
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
 from kvcli.kernels.paged import PagedKV, Stretch
 
 CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
-MANY = 1024  # queries of a step that is worth it where its own rows are seen so, too
+MANY = 1024  # queries of a step that is worth it for its own rows
+OWN_ROWS = 512  # of these, where not all of a step sees them alike, as many are absorbed together
 LEAST_QUERIES = 512
 WORTH = 1 << 23  # queries times rows before them
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
@@ -33,7 +39,7 @@ Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natura
 def least_pages(part: Stretch, layer: AttentionLayer, device: torch.device, dim_k: int, dim_v: int) -> int:
     """`Asked.past` of a part; 0 = its queries are absorbed. `dim_k`, `dim_v`: of keys and values of heads."""
     n, start = part.hi - part.lo, part.start
-    many = n * start >= WORTH or (n >= MANY and sees_all(part.kv, start, start + n))
+    many = n * start >= WORTH or n >= MANY
     plain = n >= LEAST_QUERIES and not layer.softcap and part.shift is None
     takes = many and plain and library_takes(device, dim_k, dim_v)
     return LEAST_ROWS // part.kv.record.page_size if takes else 0
@@ -44,6 +50,35 @@ def sees_all(kv: PagedKV, start: int, end: int) -> bool:
     e, size = kv.entries, kv.record.page_size
     whole = (e.lo == 0) & (e.hi == size) & (e.since <= start) & (e.until >= end) & (e.turned == 0)
     return kv.open is None and bool(whole.all() and np.array_equal(e.first, np.arange(len(e)) * size))
+
+
+class Block(NamedTuple):
+    """Rows [lo, hi) of a step whose queries are absorbed together, and what they see."""
+
+    lo: int
+    hi: int
+    lists: PageLists
+
+
+def blocks_of(pages_of: Callable[..., DevicePages], part: Stretch, layer: AttentionLayer, past: int) -> list[Block]:
+    """The step in blocks that end with pages, made once for all layers: what is sealed before one is seen so by all of
+    its queries. One block where later ones do not see all that earlier ones see. `past`: `Asked.past`."""
+    made, start, n, size = part.kv.entries.made, part.start, part.hi - part.lo, part.kv.record.page_size
+    known: Any = made.get(Block)
+    if known is not None and known[0] == (start, n, past):
+        return known[1]  # type: ignore[no-any-return]
+    pages = max(1, OWN_ROWS // size)
+    cuts = [0, *range((start // size + pages) * size - start, n, pages * size), n]
+    found = []
+    for lo, hi in itertools.pairwise(cuts):
+        least = min(past, pages) if len(cuts) > 2 else past
+        lists = pages_of(part._replace(lo=lo, hi=hi, start=start + lo), layer, None, least).lists
+        found.append(Block(lo, hi, lists))
+    seen = [block.lists.past for block in found if any(block.lists.past)]
+    if len({lo for lo, _ in seen}) > 1 or sorted(seen) != seen or found[0].lists.turns:
+        found = [Block(0, n, pages_of(part._replace(lo=0, hi=n), layer, None, past).lists)]
+    made[Block] = (start, n, past), found
+    return found
 
 
 class Unabsorbed:
@@ -74,13 +109,29 @@ class Unabsorbed:
         keys, values = ((latents @ x).unflatten(1, (self.heads, -1)) for x in (self._keys, self._values))
         return torch.cat((turned.expand(-1, self.heads, -1), keys), 2), values
 
-    def over(self, lo: int, hi: int) -> Weighed | None:
-        """All queries over all rows of entries [lo, hi)."""
+    def over(self, lo: int, hi: int, since: int = 0) -> Weighed | None:
+        """Queries from row `since` of the step on over all rows of entries [lo, hi)."""
         size, found = self.pages.record.page_size, None
         each = max(LEAST_ROWS, CELLS // self.heads) // size
         for first in range(lo, hi, each):
-            found = merged(found, library(self.q, *self._rows(first, min(first + each, hi))))
+            found = merged(found, library(self.q[since:], *self._rows(first, min(first + each, hi))))
         return found
+
+    def over_blocks(self, blocks: Sequence[Block]) -> Weighed:
+        """All queries over what each block sees apart (`Asked.past`); each entry becomes keys and values once."""
+        t, (first, seen) = len(self.q), blocks[0].lists.past
+        out, weights = self.over(first, seen) or (
+            self.q.new_zeros(t, self.heads, self._values.shape[1] // self.heads),
+            torch.full((self.heads, t), -torch.inf, device=self.q.device),
+        )
+        for block in blocks[1:]:
+            lo, hi = max(seen, block.lists.past[0]), block.lists.past[1]
+            if (some := self.over(lo, hi, block.lo)) is not None:
+                known = out[block.lo :], weights[:, block.lo :]
+                both, sums = merged(known, some)
+                out, weights = torch.cat((out[: block.lo], both)), torch.cat((weights[:, : block.lo], sums), 1)
+            seen = max(seen, hi)
+        return out, weights
 
     def over_own(self, lo: int, hi: int, start: int) -> Weighed:
         """Each query over the rows from entry lo on up to its own; the first one is at position `start`."""
@@ -145,7 +196,13 @@ def _attend_many(
     if alone:
         before = start // kv.record.page_size
         return merged(many.over(0, before), many.over_own(before, len(kv.entries), start))[0].flatten(1)
-    partials = latents.attend(queries, pages)
-    near = latentcombine.combine(partials, pages).unflatten(1, (layer.heads, -1))
-    of_near = ops.by_head(near, values), weights_of(partials)
-    return merged(many.over(*pages.lists.past), of_near)[0].flatten(1)
+    near = list[tuple[torch.Tensor, torch.Tensor]]()
+    blocks = blocks_of(pages_of, part, layer, past)
+    for block in blocks:
+        opened = None if pages.open is None else replace(pages.open, lists=block.lists)
+        seen = replace(pages, lists=block.lists, open=opened)
+        partials = latents.attend(replace(queries, q=queries.q[block.lo : block.hi]), seen)
+        near.append((latentcombine.combine(partials, seen), weights_of(partials)))
+    found, weights = torch.cat([x for x, _ in near]), torch.cat([x for _, x in near], 1)
+    of_near = ops.by_head(found.unflatten(1, (layer.heads, -1)), values), weights
+    return merged(many.over_blocks(blocks), of_near)[0].flatten(1)
