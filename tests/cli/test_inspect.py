@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import tiny
 from conftest import KvHere
 
 from kvcli.runtime.config import LATENT, RECURRENT, LayerConfig
@@ -94,6 +95,15 @@ def test_a_small_model(kv_here: KvHere, tmp_path: Path) -> None:
     assert "gpt2 (pre smollm) · 4 tokens · bos 0 <s> · eos 2 b\\x1b[31m" in out
     assert lines[-1].split() == ["blk.0.attn_k.weight", "32", "x", "64", "Q8_0", "2,176"]
     assert kv_here("inspect", str(path), "--template") == (0, "{{ messages }}\n", "")
+
+
+def test_layers_that_keep_a_state_and_that_keep_nothing(kv_here: KvHere) -> None:
+    code, out, err = kv_here("inspect", str(tiny.make("nemotron_h").path))
+    assert (code, err) == (0, "")
+    for line in ("2 recurrent · state of 4,608 bytes in f32", "3 feed-forward · nothing kept", "1 full · 2 KV heads"):
+        assert line in out
+    _, out, _ = kv_here("estimate", str(tiny.make("nemotron_h").path))
+    assert "1 full + 2 recurrent + 3 feed-forward layers" in out
 
 
 def test_a_vocabulary_only_file(kv_here: KvHere, tmp_path: Path) -> None:

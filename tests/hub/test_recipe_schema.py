@@ -44,8 +44,11 @@ def test_what_the_shipped_recipes_are() -> None:
         chats = ("chat", "-it-", "instruct", "qwen_qwen3-", "phi-4-", "-r1-", "qwq", "smollm3", "-0414", "gpt-oss")
         assert not recipe.hf or any(word in recipe.hf.lower() for word in chats)
     without = [name for name, recipe in known.items() if recipe.problem and not recipe.unsupported and not recipe.hf]
-    # Of Mixtral, files in circulation have each expert by itself; of DeepSeek no repository is known to be right.
-    assert without == ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "mixtral-8x7b"]
+    # Of Mixtral, files in circulation have each expert by itself; of the others no repository is known to be right.
+    assert without == [
+        "deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "granite-4.0-h-micro", "lfm2-1.2b", "mixtral-8x7b",
+        "nemotron-3-nano-30b-a3b", "nemotron-h-8b", "nemotron-nano-9b-v2",
+    ]  # fmt: skip
 
 
 def test_order_is_by_family_and_size() -> None:
@@ -112,6 +115,23 @@ def test_what_runs_is_offered_first() -> None:
 def test_a_recipe_that_is_not_valid(old: str, new: str, what: str) -> None:
     text = recipe_text(CONTENT)
     assert old in text
+    with pytest.raises(ValueError, match=what):
+        recipes.parse_recipe(recipes.tomllib.loads(text.replace(old, new, 1)))
+
+
+@pytest.mark.parametrize(
+    "old, new, what",
+    [
+        ("heads = 24", "heads = 0", "heads is 0"),
+        ('kind = "mamba"', 'kind = "rwkv"', "does not look like mamba|conv"),
+        ("kernel = 4", "kernel = 4\nbias = true", "unknown key 'bias'"),
+        ("state = true", "state = true\nrows = 4", "unknown key 'rows'"),
+        ("layers = 36\nkv_heads", "layers = 35\nkv_heads", "do not add up"),
+    ],
+)
+def test_a_state_that_is_not_valid(old: str, new: str, what: str) -> None:
+    text = (recipes.recipe_folder() / "falcon-h1-0.5b.toml").read_text("utf-8")
+    assert old in text and recipes.parse_recipe(recipes.tomllib.loads(text))
     with pytest.raises(ValueError, match=what):
         recipes.parse_recipe(recipes.tomllib.loads(text.replace(old, new, 1)))
 

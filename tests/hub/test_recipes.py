@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.headers.shapes import config_from_recipe
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -84,6 +87,23 @@ KV_BYTES = {
     "olmo-3-7b": (131_072, 393_216, 4096),
     "seed-oss-36b": (262_144, 0, 0),
     "qwen3-coder-30b-a3b": (98_304, 0, 0),
+    "falcon-h1-0.5b": (18_432, 0, 0),
+    "falcon-h1-7b": (45_056, 0, 0),
+    "nemotron-h-8b": (16_384, 0, 0),
+    "nemotron-nano-9b-v2": (16_384, 0, 0),
+    "nemotron-3-nano-30b-a3b": (6_144, 0, 0),
+    "lfm2-1.2b": (12_288, 0, 0),
+    "granite-4.0-h-micro": (8_192, 0, 0),
+}
+# Bytes of a sequence's state, float32: layers x (rows before the convolution + the matrices of heads).
+STATE_BYTES = {
+    "falcon-h1-0.5b": 36 * 4 * (3 * (24 * 64 + 2 * 128) + 24 * 64 * 128),
+    "falcon-h1-7b": 44 * 4 * (3 * (24 * 128 + 2 * 256) + 24 * 128 * 256),
+    "nemotron-h-8b": 24 * 4 * (3 * (128 * 64 + 2 * 8 * 128) + 128 * 64 * 128),
+    "nemotron-nano-9b-v2": 27 * 4 * (3 * (128 * 80 + 2 * 8 * 128) + 128 * 80 * 128),
+    "nemotron-3-nano-30b-a3b": 23 * 4 * (3 * (64 * 64 + 2 * 8 * 128) + 64 * 64 * 128),
+    "lfm2-1.2b": 10 * 4 * 2 * 2048,
+    "granite-4.0-h-micro": 36 * 4 * (3 * (64 * 64 + 2 * 128) + 64 * 64 * 128),
 }
 # Recipes of files to download: where one describes its layers in groups too, it is held to the same.
 DOWNLOADS = {"smollm2": (23_040, 0, 0), "gemma-3-270m": (3_072, 15_360, 512)}
@@ -149,6 +169,7 @@ PUBLISHED_EXACT = {
     "qwen3-coder-30b-a3b": 30_532_122_624,
     "smollm2": 134_515_008,
     "gemma-3-270m": 268_098_176,
+    "lfm2-1.2b": 1_170_340_608,
 }
 # Counts found only as rounded by the publisher: (billions, half a unit of the last digit given).
 PUBLISHED_ROUNDED = {
@@ -162,14 +183,21 @@ PUBLISHED_ROUNDED = {
     "granite-3.3-8b": (8.2, 0.05),
     "olmo-3-7b": (7, 0.5),
     "seed-oss-36b": (36, 0.5),
+    "falcon-h1-0.5b": (0.521, 0.0005),
+    "falcon-h1-7b": (7.59, 0.005),
+    "nemotron-h-8b": (8.1, 0.05),
+    "nemotron-nano-9b-v2": (8.9, 0.05),
+    "nemotron-3-nano-30b-a3b": (31.6, 0.05),
+    "granite-4.0-h-micro": (3, 0.5),
 }
 # MLA sizes that the cache does not depend on: query rank (0 = none), leading dense layers, router bias.
 MLA = {"deepseek-v2-lite": (0, 1, False), "deepseek-v2": (1536, 1, False), "deepseek-v3": (1536, 3, True)}
 MLA_NOPE_DIM = MLA_VALUE_DIM = 128
 
-KINDS = {"full", "sliding", "latent"}
+KINDS = {"full", "sliding", "latent", "state", "none"}
 QKV_BIAS, FOUR_NORMS = {"qwen2", "seed_oss"}, {"gemma2", "gemma3", "glm4"}
-QK_NORM = {"qwen3", "qwen3vl", "qwen3moe", "gemma3"}
+QK_NORM = {"qwen3", "qwen3vl", "qwen3moe", "gemma3", "lfm2"}
+NEMOTRON_H = {"nemotron_h", "nemotron_h_moe"}  # each layer is one part, behind one norm; no gates
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -214,18 +242,31 @@ def _latent_attention(name: str, hidden: int, heads: int, rank: int, rope: int) 
     return count + heads * MLA_VALUE_DIM * hidden
 
 
+def _state_layer(arch: str, hidden: int, state: dict[str, Any]) -> int:
+    """Parameters of what keeps a state in one layer; no layer norms."""
+    if state["kind"] == "conv":
+        return 3 * hidden * hidden + hidden * state["kernel"] + hidden * hidden
+    heads, inner = state["heads"], state["heads"] * state["dim"]
+    channels = inner + 2 * state["groups"] * state["state"]
+    norm = 0 if arch == "falcon-h1" else inner
+    return hidden * (inner + channels + heads) + channels * (state["kernel"] + 1) + 3 * heads + norm + inner * hidden
+
+
 def _feed_forward(name: str, shape: dict[str, Any]) -> int:
     """Parameters of all layers' feed-forward parts, routers included."""
     arch, layers, hidden = shape["arch"], shape["layers"], shape["hidden"]
-    matrices = 2 if arch == "falcon" else 3
+    matrices = 2 if arch == "falcon" or arch in NEMOTRON_H else 3
+    if arch in NEMOTRON_H:
+        layers = sum(group["layers"] for group in shape["groups"] if group["kind"] == "none")
     if "moe" not in shape:
         return layers * matrices * hidden * shape["ffn"]
     moe = shape["moe"]
-    _, dense, router_bias = MLA.get(name, (0, 0, arch == "gpt-oss"))
-    expert = 3 * hidden * moe["expert_ffn"]
+    assert moe.get("layers", layers) == layers
+    _, dense, router_bias = MLA.get(name, (0, 0, arch in ("gpt-oss", "nemotron_h_moe")))
+    expert = matrices * hidden * moe["expert_ffn"]
     if arch == "gpt-oss":
         expert += 2 * moe["expert_ffn"] + hidden  # biases
-    sparse = moe["experts"] * (expert + hidden + router_bias) + 3 * hidden * moe["shared_ffn"]
+    sparse = moe["experts"] * (expert + hidden + router_bias) + matrices * hidden * moe["shared_ffn"]
     return dense * 3 * hidden * shape["ffn"] + (layers - dense) * sparse
 
 
@@ -233,7 +274,7 @@ def _norms(name: str, shape: dict[str, Any]) -> int:
     layers, hidden, arch = shape["layers"], shape["hidden"], shape["arch"]
     if arch == "falcon":  # weight and bias; the 40B normalises attention and feed-forward apart
         return 2 * hidden * (layers * (2 if name == "falcon-40b" else 1) + 1)
-    return hidden * (layers * (4 if arch in FOUR_NORMS else 2) + 1)
+    return hidden * (layers * (4 if arch in FOUR_NORMS else 1 if arch in NEMOTRON_H else 2) + 1)
 
 
 def count_parameters(name: str, shape: dict[str, Any]) -> int:
@@ -243,8 +284,12 @@ def count_parameters(name: str, shape: dict[str, Any]) -> int:
     for group in shape["groups"]:
         if group["kind"] == "latent":
             layer = _latent_attention(name, hidden, heads, group["kv_lora_rank"], group["rope_dim"])
-        else:
+        elif "dim_k" in group:
             layer = _attention(arch, hidden, heads, group["kv_heads"], group["dim_k"])
+        else:
+            layer = 0
+        if group["kind"] == "state" or group.get("state"):
+            layer += _state_layer(arch, hidden, shape["state"])
         count += group["layers"] * layer
     return count + _feed_forward(name, shape) + _norms(name, shape)
 
@@ -253,7 +298,7 @@ def kv_bytes(shape: dict[str, Any], sliding: bool) -> int:
     return sum(
         group["layers"] * group["kv_heads"] * (group["dim_k"] + group["dim_v"]) * 2
         for group in shape["groups"]
-        if (group["kind"] == "sliding") == sliding
+        if "dim_k" in group and (group["kind"] == "sliding") == sliding
     )
 
 
@@ -278,7 +323,7 @@ def test_recipe_is_complete_and_cited(name: str) -> None:
     for field in ("layers", "hidden", "ffn", "heads", "vocab", "context", "params"):
         assert type(shape[field]) is int and shape[field] > 0, field
     assert type(shape["tied_embeddings"]) is bool
-    assert 1e4 <= shape["rope_base"] <= 1e8
+    assert 1e4 <= shape["rope_base"] <= (1e11 if shape["arch"] == "falcon-h1" else 1e8)
     assert 2048 <= shape["context"] <= 1 << 20
 
 
@@ -288,6 +333,9 @@ def test_groups_cover_the_layers(name: str) -> None:
     assert sum(group["layers"] for group in shape["groups"]) == shape["layers"]
     for group in shape["groups"]:
         assert group["kind"] in KINDS and group["layers"] > 0
+        if group["kind"] in ("state", "none"):
+            assert group.keys() == {"kind", "layers"}
+            continue
         assert shape["heads"] % group["kv_heads"] == 0
         if group["kind"] == "latent":
             assert (group["kv_heads"], group["dim_v"]) == (1, 0)
@@ -332,3 +380,11 @@ def test_kv_bytes_per_token(name: str) -> None:
     assert kv_bytes(shape, sliding=False) == full
     assert kv_bytes(shape, sliding=True) == sliding
     assert windows == {window}
+
+
+@each_recipe
+def test_state_bytes_of_a_sequence(name: str) -> None:
+    """By hand, by the recipe, and by the layout that a plan and an engine have of it."""
+    layout = KVLayout.build(config_from_recipe(name, RECIPES[name]["shape"]), "f16", "f16")
+    assert layout.state_bytes == STATE_BYTES.get(name, 0)
+    assert layout.token_bytes() == sum((KV_BYTES | DOWNLOADS)[name][:2])

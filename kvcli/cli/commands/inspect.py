@@ -115,7 +115,7 @@ def _group_text(group: LayerGroup) -> str:
     window = f" ({'chunks of' if group.kind == CHUNKED else 'window'} {group.window:,})" if group.window else ""
     state = f"state of {group.state_bytes:,} bytes in f32" if group.state_bytes else ""
     if group.kind == RECURRENT:
-        return f"{group.layers} {group.kind} · {state or 'nothing kept'}"
+        return f"{group.layers} {group.kind} · {state}" if state else f"{group.layers} feed-forward · nothing kept"
     heads = counted(group.kv_heads, "KV head")
     return f"{group.layers} {group.kind}{window} · {heads} · {dims}{f' · {state}' if state else ''}"
 

@@ -12,7 +12,19 @@ from typing import Any
 
 from kvcli.errors import UsageError
 from kvcli.routing import Routing
-from kvcli.runtime.config import FULL, LATENT, RECURRENT, SLIDING, WINDOWED, Block, Experts, LayerConfig, ModelConfig
+from kvcli.runtime.config import (
+    FULL,
+    LATENT,
+    RECURRENT,
+    SLIDING,
+    WINDOWED,
+    Block,
+    Experts,
+    LayerConfig,
+    Mamba,
+    ModelConfig,
+    ShortConv,
+)
 from kvcli.runtime.headers import families
 
 _MAX_LAYERS = 4096
@@ -163,12 +175,7 @@ def _need(given: Given, name: str) -> int:
 
 def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
     """The config of a recipe's checked [shape] table."""
-    layers: list[LayerConfig] = []
-    for group in shape["groups"]:
-        dims = (
-            (group["rope_dim"], group["kv_lora_rank"]) if group["kind"] == LATENT else (group["dim_k"], group["dim_v"])
-        )
-        layers += [LayerConfig(group["kind"], group["kv_heads"], *dims, group.get("window", 0))] * group["layers"]
+    layers = [layer for group in shape["groups"] for layer in [_of_group(shape, group)] * group["layers"]]
     moe = shape.get("moe", {})
     experts = _experts(shape, moe) if moe else None
     return planning_config(
@@ -185,8 +192,22 @@ def config_from_recipe(name: str, shape: Mapping[str, Any]) -> ModelConfig:
     )
 
 
+def _of_group(shape: Mapping[str, Any], group: Mapping[str, Any]) -> LayerConfig:
+    """A layer of a group."""
+    kind, mixer = group["kind"], None
+    if kind == "state" or group.get("state"):
+        sizes = {key: value for key, value in shape["state"].items() if key != "kind"}
+        mixer = (Mamba if shape["state"]["kind"] == "mamba" else ShortConv)(**sizes)
+    state_bytes = 0 if mixer is None else mixer.state_bytes(shape["hidden"])
+    if kind in ("state", "none"):
+        return LayerConfig(RECURRENT, 0, 0, 0, state_bytes=state_bytes, mixer=mixer)
+    dims = (group["rope_dim"], group["kv_lora_rank"]) if kind == LATENT else (group["dim_k"], group["dim_v"])
+    window = group.get("window", 0)
+    return LayerConfig(kind, group["kv_heads"], *dims, window, state_bytes=state_bytes, mixer=mixer)
+
+
 def _experts(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> Experts:
-    dense = shape["layers"] - _sparse_layers(shape, moe, 3 * shape["hidden"] * moe["expert_ffn"])
+    dense = shape["layers"] - _sparse_layers(shape, moe, _expert_params(shape, moe))
     return Experts(Routing(moe["experts"], moe["experts_used"]), moe["expert_ffn"], moe["shared_ffn"], dense)
 
 
@@ -197,13 +218,21 @@ def recipe_params_read(shape: Mapping[str, Any]) -> int:
         read -= shape["vocab"] * shape["hidden"]
     moe = shape.get("moe")
     if moe:
-        expert = 3 * shape["hidden"] * moe["expert_ffn"]
+        expert = _expert_params(shape, moe)
         read -= (moe["experts"] - moe["experts_used"]) * expert * _sparse_layers(shape, moe, expert)
     return read
 
 
+def _expert_params(shape: Mapping[str, Any], moe: Mapping[str, Any]) -> int:
+    matrices = 3 if families.of_gguf(shape["arch"]).block.gated else 2
+    return matrices * int(shape["hidden"]) * int(moe["expert_ffn"])
+
+
 def _sparse_layers(shape: Mapping[str, Any], moe: Mapping[str, Any], expert: int) -> int:
-    """Layers with experts: as many as the parameters allow besides embeddings, attention and dense layers."""
+    """Layers with experts: those that are known, or as many as the parameters allow besides embeddings, attention and
+    dense layers."""
+    if "layers" in moe:
+        return int(moe["layers"])
     hidden, heads = shape["hidden"], shape["heads"]
     rest = shape["params"] - shape["vocab"] * hidden * (1 if shape["tied_embeddings"] else 2)
     for group in shape["groups"]:

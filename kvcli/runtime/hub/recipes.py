@@ -31,14 +31,19 @@ rope_base = 100000.0             # tied_embeddings (true or false) and
 citation = "where the numbers are from"
 
 [[shape.groups]]                 # layers that keep the same rows
-kind = "sliding"                 # "full", "sliding" (with `window`) or "latent" (kv_lora_rank, rope_dim)
+kind = "sliding"                 # "full", "sliding" (with `window`) or "latent" (kv_lora_rank, rope_dim); or layers
+                                 # without rows: "state", or "none" (a feed-forward part alone)
 layers = 15
 kv_heads = 1
 dim_k = 256                      # per head
 dim_v = 256
 window = 512                     # tokens seen
+state = true                     # they keep a state beside their rows
 
-[shape.moe]                      # experts, experts_used, expert_ffn, shared_ffn
+[shape.state]                    # of such layers: kind = "mamba" (heads, dim, groups, state, kernel) or "conv" (kernel)
+
+[shape.moe]                      # experts, experts_used, expert_ffn, shared_ffn; `layers` that have them, where others
+                                 # than the first ones have none
 """
 
 from __future__ import annotations
@@ -62,14 +67,16 @@ else:
     import tomli as tomllib
 
 _COUNTS = ("layers", "hidden", "ffn", "heads", "vocab", "context", "params")
-_SHAPE = (*_COUNTS, "arch", "rope_base", "tied_embeddings", "citation", "groups", "moe")
+_SHAPE = (*_COUNTS, "arch", "rope_base", "tied_embeddings", "citation", "groups", "moe", "state")
 _GROUP_COUNTS = ("layers", "kv_heads", "dim_k", "dim_v", "window", "kv_lora_rank", "rope_dim")
 _NAME = r"[a-z0-9][a-z0-9.-]*"
 _REPO = r"[\w.-]+/[\w.-]+"
 KINDS = BASE, INSTRUCT = "base", "instruct"
 _LIKENESS = 0.75  # of names, from 0 to 1, that one may have been meant by the other
 _FREE = ("apache-2.0", "mit")
-_MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn")
+_MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn", "layers")
+_STATES = {"mamba": ("heads", "dim", "groups", "state", "kernel"), "conv": ("kernel",)}
+_ROWLESS = ("state", "none")
 
 
 @dataclass(frozen=True)
@@ -249,13 +256,22 @@ def _shape(data: Mapping[str, Any]) -> Mapping[str, Any]:
         _count(data[key], f"[shape] {key}")
     groups = data["groups"]
     for group in groups:
-        _check_keys(group, ("kind", *_GROUP_COUNTS), "[[shape.groups]]")
-        for key in _GROUP_COUNTS[:3]:
+        _check_keys(group, ("kind", "state", *_GROUP_COUNTS), "[[shape.groups]]")
+        for key in _GROUP_COUNTS[: 1 if group["kind"] in _ROWLESS else 3]:
             _count(group[key], f"[[shape.groups]] {key}")
+    if any(group["kind"] == "state" or group.get("state") for group in groups):
+        _check_state(data["state"])
     if sum(group["layers"] for group in groups) != data["layers"]:
         raise ValueError("the layers of [[shape.groups]] do not add up to those of [shape]")
     _check_keys(data.get("moe", {}), _MOE_COUNTS, "[shape.moe]")
     return data
+
+
+def _check_state(data: Mapping[str, Any]) -> None:
+    sizes = _STATES[_match("|".join(_STATES), data["kind"])]
+    _check_keys(data, ("kind", *sizes), "[shape.state]")
+    for key in sizes:
+        _count(data[key], f"[shape.state] {key}")
 
 
 def _count(value: Any, where: str) -> None:

@@ -131,9 +131,9 @@ def _how_it_runs(model: PlannedModel) -> str:
 def _attention(config: ModelConfig) -> str:
     groups = KVLayout.build(config, "f16", "f16").groups
     counts = [f"{len(g.layers)} {g.kind}" for g in groups]
-    silent = sum(1 for layer in config.layers if layer.kind == RECURRENT)
-    if silent:
-        counts.append(f"{silent} recurrent")
+    silent = [layer.state_bytes > 0 for layer in config.layers if layer.kind == RECURRENT]
+    kinds = (sum(silent), "recurrent"), (len(silent) - sum(silent), "feed-forward")
+    counts += [f"{count} {kind}" for count, kind in kinds if count]
     shared = sum(1 for layer in config.layers if layer.shares_kv_with is not None)
     if shared:
         counts.append(f"{shared} sharing")
