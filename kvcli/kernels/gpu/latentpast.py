@@ -66,7 +66,7 @@ def blocks_of(pages_of: Callable[..., DevicePages], part: Stretch, layer: Attent
     made, start, n, size = part.kv.entries.made, part.start, part.hi - part.lo, part.kv.record.page_size
     known: Any = made.get(Block)
     if known is not None and known[0] == (start, n, past):
-        return known[1]  # type: ignore[no-any-return]
+        return known[1]
     pages = max(1, OWN_ROWS // size)
     cuts = [0, *range((start // size + pages) * size - start, n, pages * size), n]
     found = []
