@@ -107,3 +107,22 @@ def test_the_end_waits_for_threads_and_keeps_the_code_and_what_was_written(kv_en
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=kv_env)
     assert (result.returncode, result.stdout.split(), result.stderr) == (7, ["thread", "atexit"], "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what is resident")
+def test_code_that_ran_at_the_start_is_given_back() -> None:
+    """Only in a process that is ours alone; what is used of it afterwards works."""
+    found = _json_of(f"""{BEGIN}import torch
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+all = [resident()]
+startup.release_code()
+all.append(resident())
+startup.take_process()
+startup.release_code()
+all.append(resident())
+print(json.dumps(all + [float(torch.ones(300, 300).matmul(torch.ones(300, 2)).sum())]))""")
+    whole, others, ours, product = found
+    assert abs(others - whole) <= 2
+    assert ours <= whole - 20
+    assert product == 300 * 300 * 2

@@ -65,6 +65,7 @@ def _loaded(
         guesses = Opened.draft(draft, load) if draft else None
         from kvcli.runtime.engine.loaded import LoadedModel
 
+        startup.release_code()
         return LoadedModel(opened, load, cache, partial(render.warn, invocation=invocation), kept, guesses)
 
 

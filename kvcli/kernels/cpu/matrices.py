@@ -13,7 +13,7 @@ from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts, Room
 from kvcli.kernels.reference.experts import ExpertTensor
 from kvcli.kernels.reference.matmul import QuantTensor
 
-READ_AT_ONCE = 16 << 20  # bytes of a file that are interleaved before their memory is given back
+READ_AT_ONCE = 4 << 20  # bytes of a file that are interleaved before their memory is given back
 
 Matrix = QuantTensor | Interleaved
 OfExperts = ExpertTensor | InterleavedExperts

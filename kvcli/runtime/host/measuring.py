@@ -82,6 +82,7 @@ def program() -> dict[str, Any]:
     torch.set_num_threads(1)
     backend, reason = kernels.backend("auto", threads)
     values = {"threads": threads, "isa": getattr(backend, "isa", None), "reason": reason}
+    startup.release_code()
     return values | {"runtime_bytes": process_bytes()}
 
 
