@@ -36,7 +36,6 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import LATENT, LayerConfig, ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.engine.graph import stepgraph
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 
@@ -80,10 +79,10 @@ class Layers:
                 self.ops.attend_latents(*given, [part.stretch(i, 0, n)], self.how, *self.matrices)
             self.seq.commit([0] * n)
 
-    def rows(self, n: int) -> Callable[[], torch.Tensor]:
-        """A step of n rows of the first layer, which can be computed again and again."""
+    def rows(self, n: int) -> tuple[Callable[[], torch.Tensor], dict[object, object]]:
+        """A step of n rows of the first layer, which can be computed again and again; and where its lists are kept."""
         stretch, given = self.seq.reserve([0] * n).stretch(0, 0, n), self.given(n)
-        return lambda: self.ops.attend_latents(*given, [stretch], self.how, *self.matrices)
+        return lambda: self.ops.attend_latents(*given, [stretch], self.how, *self.matrices), stretch.kv.entries.made
 
     def token(self) -> list[Callable[[], object]]:
         """A token's attention and its merging in each layer."""
@@ -161,14 +160,17 @@ def steps(ops: GpuBackend, types: str, past: int, counts: list[int], runs: int) 
     layers, found = Layers(ops, types, 1), []
     layers.fill(past)
     for n in counts:
-        call = layers.rows(n)
+        call, made = layers.rows(n)
         ways = [partial(called, always, call, EACH) for always in (True, False)]
         with absorbing(True):
             expected = call().float()
         with absorbing(False):
             difference = float((call().float() - expected).norm() / expected.norm())
-        launched = [each / EACH for each in timed(list(ways), runs)]
-        alone = timed([graphed([partial(called, always, call)]) for always in (True, False)], runs)
+        launched, graphs, kept = [each / EACH for each in timed(list(ways), runs)], [], []
+        for always in (True, False):
+            graphs.append(graphed([partial(called, always, call)]))
+            kept.append(dict(made))  # the lists that this graph reads
+        alone = timed(graphs, runs)
         found.append({"types": types, "past": past, "rows": n, "launched_s": launched, "alone_s": alone,
                       "difference": difference})  # fmt: skip
     return found
@@ -182,8 +184,11 @@ def whole(path: str, types: str, past: int, counts: list[int], runs: int) -> lis
         engine.forward(seq, [7] * min(STEP, past - seq.length))
 
     def step(n: int, graph: bool, always: bool) -> None:
-        with mock.patch.object(stepgraph, "LATENTS_FAR", NEVER if graph else 0), absorbing(always):
+        steps = engine.steps
+        engine.steps = steps if graph else None
+        with absorbing(always):
             engine.forward(seq, list(range(n)))
+        engine.steps = steps
         seq.rewind_to(past)
 
     for n in counts:

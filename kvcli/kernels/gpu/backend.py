@@ -259,15 +259,17 @@ class GpuBackend:
             self._hadamard[dim] = rotate(torch.eye(dim)).to(self.device)
         x.copy_(x @ self._hadamard[dim])
 
-    def _pages(self, part: Stretch, layer: AttentionLayer, angles: Angles | None, past_pages: int = 0) -> DevicePages:
+    def _pages(
+        self, part: Stretch, layer: AttentionLayer, angles: Angles | None, past_pages: int = 0, own: int = 0
+    ) -> DevicePages:
         """The layer's pages as the kernels want them; their lists are made once a step for all layers of a group.
-        `past_pages`: `Asked.past`, over latents."""
+        `past_pages`, `own`: of `Asked`, over latents."""
         kv, rows = part.kv, part.hi - part.lo
         chip = Chip.of(self.device)
         if kv.record.joined:
             block, _ = latents.block_rows(kv.record, layer.heads, rows)
             alone = latents.parts_of_one(kv.record, layer.heads, chip) + latents.OTHERS if rows == 1 else 0
-            asked = Asked(part.start, rows, block, layer.window, alone, past_pages, self.block > 0)
+            asked = Asked(part.start, rows, block, layer.window, alone, past_pages, self.block > 0, own=own)
             return device_pages(kv, page_lists(kv, part.shift, asked, self.device), self.device)
         block, _ = block_rows(kv.record, layer.heads, rows, chip)
         alone = programs(chip, kv.open is not None) // kv.record.kv_heads + OTHERS if rows == 1 else 0

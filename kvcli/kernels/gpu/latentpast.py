@@ -2,7 +2,7 @@
 some at a time, and the vendor's library has the rest.
 
 Where rows are sealed, a query sees its own page in 16 bits and those before it as they are sealed. Then a step is cut
-into blocks: rows of one block are absorbed among themselves, and see the blocks before it as they see the past.
+into runs: rows of one run are absorbed among themselves, and see the runs before it as they see the past.
 
 A key of a head has fewer elements than a latent. Absorbed queries need no keys, which is worth it where they are few;
 those of a long step are many for each latent.
@@ -10,11 +10,9 @@ those of a long step are many for each latent.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +20,7 @@ import torch
 from kvcli.kernels.attend import AttentionLayer, attend_latents
 from kvcli.kernels.gpu import latentcombine, latentrows, latents
 from kvcli.kernels.gpu.attention import LOG2_E, Partials
-from kvcli.kernels.gpu.pages import BoundStretch, DevicePages, PageLists
+from kvcli.kernels.gpu.pages import BoundStretch, DevicePages
 from kvcli.kernels.gpu.past import LEAST_ROWS, STAGED_ROWS, library, library_takes, stage
 from kvcli.kernels.gpu.rows import Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF
@@ -30,9 +28,11 @@ from kvcli.kernels.paged import PagedKV, Stretch
 
 CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
 MANY = 1024  # queries of a step that is worth it for its own rows
-OWN_ROWS = 512  # of these, where not all of a step sees them alike, as many are absorbed together
+OWN_ROWS = 512  # where not all of these see their rows alike, as many are absorbed among themselves
 LEAST_QUERIES = 512
-WORTH = 1 << 23  # queries times rows before them
+WORTH = (
+    1 << 24
+)  # queries times rows before them from which it is, with launches, whether absorbed ones have a graph or not
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
 
 
@@ -50,35 +50,6 @@ def sees_all(kv: PagedKV, start: int, end: int) -> bool:
     e, size = kv.entries, kv.record.page_size
     whole = (e.lo == 0) & (e.hi == size) & (e.since <= start) & (e.until >= end) & (e.turned == 0)
     return kv.open is None and bool(whole.all() and np.array_equal(e.first, np.arange(len(e)) * size))
-
-
-class Block(NamedTuple):
-    """Rows [lo, hi) of a step whose queries are absorbed together, and what they see."""
-
-    lo: int
-    hi: int
-    lists: PageLists
-
-
-def blocks_of(pages_of: Callable[..., DevicePages], part: Stretch, layer: AttentionLayer, past: int) -> list[Block]:
-    """The step in blocks that end with pages, made once for all layers: what is sealed before one is seen so by all of
-    its queries. One block where later ones do not see all that earlier ones see. `past`: `Asked.past`."""
-    made, start, n, size = part.kv.entries.made, part.start, part.hi - part.lo, part.kv.record.page_size
-    known: Any = made.get(Block)
-    if known is not None and known[0] == (start, n, past):
-        return known[1]
-    pages = max(1, OWN_ROWS // size)
-    cuts = [0, *range((start // size + pages) * size - start, n, pages * size), n]
-    found = []
-    for lo, hi in itertools.pairwise(cuts):
-        least = min(past, pages) if len(cuts) > 2 else past
-        lists = pages_of(part._replace(lo=lo, hi=hi, start=start + lo), layer, None, least).lists
-        found.append(Block(lo, hi, lists))
-    seen = [block.lists.past for block in found if any(block.lists.past)]
-    if len({lo for lo, _ in seen}) > 1 or sorted(seen) != seen or found[0].lists.turns:
-        found = [Block(0, n, pages_of(part._replace(lo=0, hi=n), layer, None, past).lists)]
-    made[Block] = (start, n, past), found
-    return found
 
 
 class Unabsorbed:
@@ -117,21 +88,17 @@ class Unabsorbed:
             found = merged(found, library(self.q[since:], *self._rows(first, min(first + each, hi))))
         return found
 
-    def over_blocks(self, blocks: Sequence[Block]) -> Weighed:
-        """All queries over what each block sees apart (`Asked.past`); each entry becomes keys and values once."""
-        t, (first, seen) = len(self.q), blocks[0].lists.past
-        out, weights = self.over(first, seen) or (
-            self.q.new_zeros(t, self.heads, self._values.shape[1] // self.heads),
-            torch.full((self.heads, t), -torch.inf, device=self.q.device),
-        )
-        for block in blocks[1:]:
-            lo, hi = max(seen, block.lists.past[0]), block.lists.past[1]
-            if (some := self.over(lo, hi, block.lo)) is not None:
-                known = out[block.lo :], weights[:, block.lo :]
-                both, sums = merged(known, some)
-                out, weights = torch.cat((out[: block.lo], both)), torch.cat((weights[:, : block.lo], sums), 1)
+    def over_runs(self, near: Weighed, start: int, own: int) -> torch.Tensor:
+        """Results of all queries, of which `near` has those over what their runs do not see apart (`Asked.own`): each
+        entry becomes keys and values once, for the runs behind it."""
+        (out, weights), seen = near, next((lo for lo, hi in self.pages.lists.pasts if hi), 0)
+        for number, (_, hi) in enumerate(self.pages.lists.pasts):
+            since = max(0, (start // own + number) * own - start)
+            if (some := self.over(seen, hi, since)) is not None:
+                both, sums = merged((out[since:], weights[:, since:]), some)
+                out, weights = torch.cat((out[:since], both)), torch.cat((weights[:, :since], sums), 1)
             seen = max(seen, hi)
-        return out, weights
+        return out
 
     def over_own(self, lo: int, hi: int, start: int) -> Weighed:
         """Each query over the rows from entry lo on up to its own; the first one is at position `start`."""
@@ -189,20 +156,24 @@ def _attend_many(
     alone = sees_all(kv, start, end)
     absorbed = others.new_zeros(*others.shape[:2], kv.record.dim_v) if alone else ops.by_head(others, keys)
     qkv = torch.cat((torch.cat((turned, absorbed), 2).flatten(1), row), 1)
-    queries = latentrows.prepare(qkv, layer, pages_of(part, layer, None, past))
+    own = 0 if alone else OWN_ROWS // kv.record.page_size * kv.record.page_size
+    asked = min(past, own // kv.record.page_size) if own else past, own
+    queries = latentrows.prepare(qkv, layer, pages_of(part, layer, None, *asked))
     layer.seal(kv, start, end)
-    pages = pages_of(part, layer, None, past)
+    pages = pages_of(part, layer, None, *asked)
+    if not in_order(pages.lists.pasts):
+        own, pages = 0, pages_of(part, layer, None, past)
     many = Unabsorbed(ops, queries, others, pages, layer, start, keys, values)
     if alone:
         before = start // kv.record.page_size
         return merged(many.over(0, before), many.over_own(before, len(kv.entries), start))[0].flatten(1)
-    near = list[tuple[torch.Tensor, torch.Tensor]]()
-    blocks = blocks_of(pages_of, part, layer, past)
-    for block in blocks:
-        opened = None if pages.open is None else replace(pages.open, lists=block.lists)
-        seen = replace(pages, lists=block.lists, open=opened)
-        partials = latents.attend(replace(queries, q=queries.q[block.lo : block.hi]), seen)
-        near.append((latentcombine.combine(partials, seen), weights_of(partials)))
-    found, weights = torch.cat([x for x, _ in near]), torch.cat([x for _, x in near], 1)
-    of_near = ops.by_head(found.unflatten(1, (layer.heads, -1)), values), weights
-    return merged(many.over_blocks(blocks), of_near)[0].flatten(1)
+    partials = latents.attend(queries, pages)
+    found = latentcombine.combine(partials, pages).unflatten(1, (layer.heads, -1))
+    near = ops.by_head(found, values), weights_of(partials)
+    return many.over_runs(near, start, own or end).flatten(1)
+
+
+def in_order(pasts: Sequence[tuple[int, int]]) -> bool:
+    """Whether each run sees apart what those before it do, and maybe more."""
+    some = [past for past in pasts if any(past)]
+    return len({lo for lo, _ in some}) < 2 and sorted(pasts) == list(pasts)

@@ -24,8 +24,9 @@ class Asked(NamedTuple):
     """What lists depend on beside the pages: a step of `rows` from position `start` on, of which `block` are computed
     together (see `attention.block_rows`), in layers with this sliding window, 0 = none. `parts`: programs of one query
     alone; 0 = as many as it takes. `past`: how many pages that all queries see are worth reading apart (past.py), 0 =
-    none are. `edged`: kernels are those for sealed pages in `edges`, whether there are any or not. `choose`: how many
-    pages one query alone chooses; 0 = it reads all."""
+    none are; `own`: the queries of each run of so many positions, 0 = all together. `edged`: kernels are those for
+    sealed pages in `edges`, whether there are any or not. `choose`: how many pages one query alone chooses; 0 = it
+    reads all."""
 
     start: int
     rows: int = 1
@@ -35,6 +36,7 @@ class Asked(NamedTuple):
     past: int = 0
     edged: bool = False
     choose: int = 0
+    own: int = 0
 
     @property
     def blocks(self) -> Blocks:
@@ -42,6 +44,11 @@ class Asked(NamedTuple):
         does not depend on where that ends."""
         firsts = np.arange(self.start // self.block * self.block, self.start + self.rows, self.block)
         return np.maximum(firsts, self.start), firsts + self.block - 1
+
+    @property
+    def runs(self) -> np.ndarray | None:
+        """Of each block, which run of `own` positions it is in, from 0 on."""
+        return self.blocks[0] // self.own - self.start // self.own if self.own else None
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ class PageLists:
     `position`: int64 [1], of the first row. `shift`: int64 [rows], see `PagedKV.shift`. `table`: int64 [n], the words
     (places.py) of the sealed (or only) pages that are seen. `work`, `edges`: see `Shares`. `into`, `open_into`: int64
     [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
-    position of slot 0 of the first of these. `past`: the entries of the table that are read apart. `turns`: whether
+    position of slot 0 of the first of these. `pasts`: the entries of the table that are read apart, of each run of
+    positions (`Asked.own`); `past`: the first run's. `turns`: whether
     there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
     the last rows of the step may be none, for which there are no pages. `selection`: where not all is read. `noted`:
     where a token's probabilities are noted.
@@ -102,7 +110,7 @@ class PageLists:
     into: torch.Tensor
     open_into: torch.Tensor
     first: int = 0
-    past: tuple[int, int] = (0, 0)
+    pasts: tuple[tuple[int, int], ...] = ((0, 0),)
     turns: bool = False
     edged: bool = False
     spare: bool = False
@@ -111,6 +119,10 @@ class PageLists:
     apart: bool = False
     starts: torch.Tensor | None = None
     sealing: torch.Tensor | None = None
+
+    @property
+    def past(self) -> tuple[int, int]:
+        return self.pasts[0]
 
 
 @dataclass(frozen=True)
@@ -142,7 +154,7 @@ class DevicePages:
         """Whether keys and values are kept in the rotated basis; see `PagedKV.rotated`."""
         if self.open is None:
             return False, False
-        return self.record.codec_k != self.open.record.codec_k, self.record.codec_v != self.open.record.codec_v
+        return (self.record.codec_k != self.open.record.codec_k, self.record.codec_v != self.open.record.codec_v)
 
     @property
     def where_rows_go(self) -> tuple[DevicePages, torch.Tensor]:
@@ -186,7 +198,7 @@ class HostLists(NamedTuple):
     open_into: np.ndarray
     turns: bool
     edged: bool
-    past: tuple[int, int]
+    pasts: tuple[tuple[int, int], ...]
     summaries: np.ndarray
     limits: tuple[int, int, int]
     places: np.ndarray
@@ -203,7 +215,7 @@ class HostLists(NamedTuple):
         table = Class.of(kv.entries, size, of_entries)
         opened = Class.of(kv.open.entries, size, None) if kv.open else None
         found, into = shares(table, opened, *blocks, asked.window, size), words(kv.into.addresses, of_into)
-        found, past = found.without_past(asked.past) if asked.past else (found, (0, 0))
+        found, pasts = found.without_past(asked.past, asked.runs) if asked.past else (found, [(0, 0)])
         found, limits = found.choosing(table.summaries, asked.choose) if asked.choose else (found, (0, 0, 0))
         return cls(
             shift=np.zeros(asked.rows, np.int64) if shift is None else shift,
@@ -213,7 +225,7 @@ class HostLists(NamedTuple):
             open_into=kv.open.into.addresses if kv.open else into,
             turns=any(each.entries.turned.any() for each in kv.classes),
             edged=opened is not None and (asked.edged or table.edged(size, asked.window)),
-            past=past,
+            pasts=tuple(pasts),
             summaries=table.summaries,
             limits=limits,
             places=table.edges[:, 1],
@@ -252,7 +264,7 @@ def _on_device(lists: HostLists, asked: Asked, kv: PagedKV, device: torch.device
     summaries, limits = found.pop("summaries"), found.pop("limits")
     some = selected(summaries, limits, kv.record.kv_heads, kv.choice.pages) if kv.choice else None
     kinds = lists.turns, lists.edged
-    return PageLists(**found, first=kv.into.first, past=lists.past, turns=kinds[0], edged=kinds[1], selection=some)
+    return PageLists(**found, first=kv.into.first, pasts=lists.pasts, turns=kinds[0], edged=kinds[1], selection=some)
 
 
 def selected(summaries: torch.Tensor, limits: torch.Tensor, kv_heads: int, pages: int) -> Selected:

@@ -48,20 +48,30 @@ class Shares(NamedTuple):
             raise NoRoom(f"{parts} programs are too few for {self.work.shape[1]} parts")
         return self._replace(work=np.pad(self.work, ((0, 0), (0, spare), (0, 0))))
 
-    def without_past(self, least: int) -> tuple[Shares, tuple[int, int]]:
+    def without_past(self, least: int, parts: np.ndarray | None = None) -> tuple[Shares, list[tuple[int, int]]]:
         """What is left where entries [lo, hi) of the table, which all blocks see wholly by the ordinary queries, are
-        read otherwise, and those, if there are `least` or more. The last part of each block is then for that."""
+        read otherwise, and those, if there are `least` or more; else (0, 0). The last part of each block is then for
+        that. `parts`, int64 [blocks], ascending from 0: blocks of one number have their own [lo, hi)."""
         kind, turned, first, end = (self.work[..., i] for i in range(4))
         runs = (kind == WHOLE) & (turned == 0)
-        lo, hi = int(np.where(runs, first, 0).max(1).max()), int(np.where(runs, end, 0).max(1).min())
-        if hi - lo < max(least, 1):
-            return self, (0, 0)
+        starts = np.flatnonzero(np.diff(parts, prepend=-1)) if parts is not None else np.zeros(1, np.int64)
+        lo = np.maximum.reduceat(np.where(runs, first, 0).max(1), starts)
+        hi = np.minimum.reduceat(np.where(runs, end, 0).max(1), starts)
+        enough = hi - lo >= max(least, 1)
+        lo, hi = np.where(enough, lo, 0), np.where(enough, hi, 0)
+        found = list(zip(lo.tolist(), hi.tolist(), strict=True))
+        if not enough.any():
+            return self, found
+        of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(self.work)))
+        before, behind_it = lo[of][:, None], hi[of][:, None]
         cut = self.work.copy()
-        cut[..., 3] = np.where(runs, np.minimum(end, lo), end)
+        cut[..., 3] = np.where(runs, np.minimum(end, before), end)
         behind = np.where(runs[..., None], self.work, 0)
-        behind[..., 2] = np.where(runs, np.maximum(first, hi), 0)
+        behind[..., 2] = np.where(runs, np.maximum(first, behind_it), 0)
+        none = ~enough[of]
+        cut[none], behind[none] = self.work[none], 0
         room = np.zeros_like(self.work[:, :1])
-        return self._replace(work=np.concatenate((_packed(np.concatenate((cut, behind), 1)), room), 1)), (lo, hi)
+        return self._replace(work=np.concatenate((_packed(np.concatenate((cut, behind), 1)), room), 1)), found
 
     def choosing(self, summaries: np.ndarray, pages: int) -> tuple[Shares, tuple[int, int, int]]:
         """What is left of one query's work where it reads the `pages` best of the entries with a summary, and all

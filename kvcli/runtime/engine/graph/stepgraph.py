@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from kvcli.kernels.gpu import latentpast
 from kvcli.kernels.gpu.legs import BoundLegs
 from kvcli.kernels.gpu.pages import BoundStretch
 from kvcli.kernels.gpu.shares import NoRoom
@@ -26,7 +27,6 @@ from kvcli.runtime.model.sealing import fixes_basis
 
 ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
-LATENTS_FAR = 1 << 24  # queries times rows before them: un-absorbed (kernels/gpu/latentpast.py) is worth its launches
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 
 
@@ -111,7 +111,7 @@ class StepGraph:
         not be absorbed.
         """
         by_row = any(group.sealed and not group.tail for group in self.layout.groups)
-        if self.model.config.latents is not None and len(part.ids) * part.start >= LATENTS_FAR:
+        if self.model.config.latents is not None and len(part.ids) * part.start >= latentpast.WORTH:
             return None
         if part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or by_row:
             return None
