@@ -330,11 +330,9 @@ class GpuBackend:
         """See `kernels.attend`; part by part, by kernels that do several of its steps at once."""
         found = []
         for part in parts:
-            rows = qkv[part.lo : part.hi]
-            if isinstance(part, BoundStretch):
-                found.append(_attend_bound(rows, part, layer, self.pdl))
-            else:
-                found.append(self._attend(rows, part, layer))
+            x, pdl = qkv[part.lo : part.hi], self.pdl
+            one = _attend_bound(x, part, layer, pdl) if isinstance(part, BoundStretch) else self._attend(x, part, layer)
+            found.append(one)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _attend(self, qkv: torch.Tensor, part: Stretch, layer: AttentionLayer) -> torch.Tensor:
