@@ -22,7 +22,7 @@ PAIRS = (
     ("int8", "int4"), ("int4", "int8"), ("int6", "int4"), ("f16", "int4"), ("int8", "f32"), ("fp8", "int8"),
     ("int5", "int4"), ("int8", "int5"),
 )  # fmt: skip
-LANES = {"avx512vnni": 16, "avxvnni": 8}  # 32-bit lanes of instruction sets that multiply bytes
+LANES = {"avx512vnni": 16, "avxvnni": 8, "neoni8mm": 8, "neondot": 8}  # `lanes` of kv_keys, where bytes are multiplied
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,6 +16,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include "cpu_arm.h"
 #endif
 
 /* ---- shapes shared with backend.py (keep the two in step) ------------------------------------------------ */
@@ -195,16 +197,18 @@ enum { SILU, GELU, RELU2, CLAMPED }; /* activations; GELU by its tanh form. CLAM
 #define KEYS_QUERIES 4
 #define AT(p, bytes) ((const kv_multiples *)((const uint8_t *)(p) + (bytes)))
 
-typedef struct { /* a query as multiples of a scale; parts: of each 4 dims, in the order of folded codes, 4 high ones, 4 low */
+typedef struct { /* a query as multiples of a scale; parts: of each `each` dims, in the order of codes, the high ones, then the low */
     float scale;
     int32_t less; /* twice what the middle of the codes adds to a product */
     int32_t parts[];
 } kv_multiples;
 
 typedef struct {
-    int64_t lanes;
-    void (*fold)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *);
-    void (*dots)(const uint8_t *, int64_t, int64_t, int64_t, const kv_multiples *, int64_t, int, float *, int64_t);
+    int64_t lanes; /* a page has whole multiples of as many slots, a key of four times as many codes */
+    int64_t each;  /* see kv_multiples */
+    int64_t taken; /* what `dots` takes off codes of 8 bits */
+    void (*fold)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, uint8_t *); /* NULL = keys are read as they are */
+    void (*dots)(const uint8_t *, int64_t, int64_t, int64_t, int64_t, int64_t, const kv_multiples *, int64_t, int, float *, int64_t);
 } kv_keys;
 
 #if defined(__x86_64__)
@@ -227,6 +231,26 @@ typedef struct {
 #undef LANES
 #pragma GCC pop_options
 #endif
+#endif
+
+#if KV_NEON_DOT
+TARGET_NEON_DOT
+#define NAME(x) x##_neondot
+#define MATRIX 0
+#include "cpu_neon_keys.h"
+#undef NAME
+#undef MATRIX
+END_TARGET
+#endif
+
+#if KV_NEON_I8MM
+TARGET_NEON_I8MM
+#define NAME(x) x##_neoni8mm
+#define MATRIX 1
+#include "cpu_neon_keys.h"
+#undef NAME
+#undef MATRIX
+END_TARGET
 #endif
 
 #define MAX_CONV 8      /* rows that a convolution reads, at most: states.py */
@@ -257,7 +281,6 @@ static const kv_keys *int_keys; /* NULL = there is no instruction for it */
 /* ---- one copy of the kernels per instruction set ----------------------------------------------------------- */
 
 typedef struct {
-    const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
     void (*matmul_experts)(const kv_expert_products *);
     void (*route)(const float *, int64_t, const kv_routing *, const float *, int64_t *, float *);
@@ -293,14 +316,14 @@ typedef struct { /* 32 numbers of a row of x: whole multiples of `scale` */
         struct {
             int8_t high[32], low[32]; /* 128 * high + low */
         };
-        int16_t pairs[32]; /* of four: the first and the third, the second and the fourth */
+        int8_t eights[4][16]; /* of eight: the high ones, then the low ones */
+        int16_t pairs[32];    /* of four: the first and the third, the second and the fourth */
     };
     float scale, sum; /* `sum` of the numbers */
     int32_t less, less_first; /* minus the sum of all multiples, and of the first 16 */
 } kv_fixed;
 
 typedef struct {
-    const char *name;
     void (*matmul)(const kv_weight *, int64_t, const float *, int64_t, int64_t, int64_t, float *, int64_t, int64_t);
     void (*matmul_experts)(const kv_expert_products *);
     void (*rows)(const kv_weight *, const int64_t *, int64_t, int64_t, float, float *);
@@ -324,11 +347,11 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
 #define NAME(x) x##_avx512vnni
 #define LANES 16
-#define VNNI 1
+#define BYTES 1
 #include "cpu_fixed.h"
 #undef NAME
 #undef LANES
-#undef VNNI
+#undef BYTES
 #pragma GCC pop_options
 
 #if KV_AVX_VNNI
@@ -336,11 +359,11 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #pragma GCC target("avxvnni,avx2,fma,f16c")
 #define NAME(x) x##_avxvnni
 #define LANES 8
-#define VNNI 1
+#define BYTES 1
 #include "cpu_fixed.h"
 #undef NAME
 #undef LANES
-#undef VNNI
+#undef BYTES
 #pragma GCC pop_options
 #endif
 
@@ -348,11 +371,11 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #pragma GCC target("avx2,fma,f16c")
 #define NAME(x) x##_avx2
 #define LANES 8
-#define VNNI 0
+#define BYTES 0
 #include "cpu_fixed.h"
 #undef NAME
 #undef LANES
-#undef VNNI
+#undef BYTES
 #pragma GCC pop_options
 
 #pragma GCC push_options
@@ -376,6 +399,49 @@ static kv_fixed *fixed_rows(int64_t blocks) {
 #undef VL
 #undef ROWS_TILE
 #pragma GCC pop_options
+#endif
+
+#if defined(__aarch64__)
+#define LANES 4
+
+#if KV_NEON_I8MM
+TARGET_NEON_I8MM
+#define NAME(x) x##_neoni8mm
+#define BYTES 1
+#define MATRIX 1
+#include "cpu_fixed.h"
+#undef NAME
+#undef BYTES
+#undef MATRIX
+END_TARGET
+#endif
+
+#if KV_NEON_DOT
+TARGET_NEON_DOT
+#define NAME(x) x##_neondot
+#define BYTES 1
+#define MATRIX 0
+#include "cpu_fixed.h"
+#undef NAME
+#undef BYTES
+#undef MATRIX
+END_TARGET
+#endif
+
+#define NAME(x) x##_neon
+#define BYTES 0
+#include "cpu_fixed.h"
+#undef BYTES
+#undef LANES
+
+#define VL 4
+#define NEON 1
+#define ROWS_TILE 4
+#include "cpu_body.h"
+#undef NAME
+#undef VL
+#undef NEON
+#undef ROWS_TILE
 #endif
 
 #define NAME(x) x##_base
@@ -444,6 +510,15 @@ const char *kv_init(int threads, const char *isa) {
         {has_avx2() && has_avx_vnni(), "avxvnni", &kernels_avx2, &fixed_avxvnni, &keys_avxvnni},
 #endif
         {has_avx2(), "avx2", &kernels_avx2, &fixed_avx2, NULL},
+#endif
+#if KV_NEON_I8MM
+        {has_neon_dot() && has_neon_i8mm(), "neoni8mm", &kernels_neon, &fixed_neoni8mm, &keys_neoni8mm},
+#endif
+#if KV_NEON_DOT
+        {has_neon_dot(), "neondot", &kernels_neon, &fixed_neondot, &keys_neondot},
+#endif
+#if defined(__aarch64__)
+        {1, "neon", &kernels_neon, &fixed_neon, NULL},
 #endif
         {1, "base", &kernels_base, NULL, NULL},
     };

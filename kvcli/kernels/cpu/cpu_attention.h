@@ -153,12 +153,13 @@ INLINE void NAME(to_multiples)(const float *q, float sum, int64_t dim, const kv_
     }
     NAME(in_order)(room, dim, (int)codec->bits, ordered);
     int8_t *parts = (int8_t *)out->parts;
-    for (int64_t i = 0; i < dim; i++) {
+    for (int64_t i = 0, each = int_keys->each; i < dim; i++) {
         int32_t high = (ordered[i] + 64) >> 7;
-        parts[i / 4 * 8 + i % 4] = (int8_t)high, parts[i / 4 * 8 + 4 + i % 4] = (int8_t)(ordered[i] - 128 * high);
+        int8_t *part = parts + i / each * 2 * each + i % each;
+        part[0] = (int8_t)high, part[each] = (int8_t)(ordered[i] - 128 * high);
     }
     out->scale = largest / MULTIPLES_MOST + (sum - sum);
-    out->less = total * (int32_t)(codec->lowest + (INT64_C(1) << codec->bits) - 1);
+    out->less = total * (int32_t)(codec->lowest + (INT64_C(1) << codec->bits) - 1 - (codec->bits == 8 ? 2 * int_keys->taken : 0));
 }
 
 /* A prepared query has behind its dims: their sum, its score with the dims of the mean that do not turn, its products with

@@ -9,6 +9,8 @@ INLINE vi NAME(u8)(const uint8_t *p) {
     return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif VL == 8 && defined(__AVX2__)
     return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif NEON
+    return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(read32(p)))));
 #else
     vi v;
     for (int i = 0; i < VL; i++) v[i] = p[i];
@@ -21,6 +23,8 @@ INLINE vi NAME(s8)(const uint8_t *p) {
     return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif VL == 8 && defined(__AVX2__)
     return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#elif NEON
+    return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(read32(p)))));
 #else
     return NAME(u8)(p) << 24 >> 24;
 #endif
@@ -36,6 +40,25 @@ INLINE void NAME(nibbles)(const uint8_t *q, vf table, vf *out) { /* table: the v
 #define NIBBLES(q, out, expression) do { \
         vf n = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; \
         NAME(nibbles)(q, expression, out); \
+    } while (0)
+#elif NEON
+INLINE void NAME(of_bytes)(int8x16_t bytes, vf *out) { /* 16 bytes with a sign as floats */
+    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    out[0] = FLOATS((vi)vmovl_s16(vget_low_s16(low))), out[1] = FLOATS((vi)vmovl_high_s16(low));
+    out[2] = FLOATS((vi)vmovl_s16(vget_low_s16(high))), out[3] = FLOATS((vi)vmovl_high_s16(high));
+}
+INLINE void NAME(nibbles)(const uint8_t *q, vf *out) {
+    uint8x16_t bytes = vld1q_u8(q);
+    NAME(of_bytes)(vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15))), out);
+    NAME(of_bytes)(vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4)), out + 4);
+}
+#define NIBBLES(q, out, expression) do { \
+        vf numbers[8]; \
+        NAME(nibbles)(q, numbers); \
+        for (int j = 0; j < 8; j++) { \
+            vf n = numbers[j]; \
+            out[j] = expression; \
+        } \
     } while (0)
 #else
 #define NIBBLES(q, out, expression) do { \
@@ -53,6 +76,8 @@ INLINE vf NAME(load_f16)(const uint8_t *p) {
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif VL == 8 && defined(__F16C__)
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif NEON
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 #else
     vf v;
     for (int i = 0; i < VL; i++) v[i] = HALF(p + 2 * i);
@@ -65,6 +90,8 @@ INLINE vf NAME(load_bf16)(const uint8_t *p) {
     return (vf)((vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)) << 16);
 #elif VL == 8 && defined(__AVX2__)
     return (vf)((vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)) << 16);
+#elif NEON
+    return (vf)vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16);
 #else
     vf v;
     for (int i = 0; i < VL; i++) v[i] = bits_f32((uint32_t)read16(p + 2 * i) << 16);
@@ -275,6 +302,11 @@ INLINE void NAME(of_16)(const uint8_t *q, const int8_t *values, int runs_of_8, v
     out[2] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(second));
     out[3] = (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_unpackhi_epi64(second, second)));
 #endif
+#elif NEON
+    uint8x16_t bytes = vld1q_u8(q);
+    int8x16_t table = vld1q_s8(values), low = vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(15))), high = vqtbl1q_s8(table, vshrq_n_u8(bytes, 4));
+    NAME(of_bytes)(runs_of_8 ? vcombine_s8(vget_low_s8(low), vget_low_s8(high)) : low, out);
+    NAME(of_bytes)(runs_of_8 ? vcombine_s8(vget_high_s8(low), vget_high_s8(high)) : high, out + 4);
 #else
     int run = runs_of_8 ? 8 : 16;
     float v[32];

@@ -8,6 +8,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define REGISTERS (VL == 16 || ROWS_TILE == 4 ? 32 : 16) /* of vectors */
 #define LOAD(p) (*(const vf *)(p))
 #define STORE(p, v) (*(vf *)(p) = (v))
 #define SPLAT(x) ((x) - (vf){0}) /* x - 0 is x, so the compiler keeps only the broadcast */
@@ -16,6 +17,8 @@ typedef int32_t vi __attribute__((vector_size(4 * VL), aligned(4), may_alias));
 INLINE vf NAME(fma)(vf a, vf b, vf c) {
 #if VL == 16 && defined(__AVX512F__)
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif NEON
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #elif VL == 8 && defined(__FMA__)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
@@ -32,6 +35,9 @@ INLINE float NAME(hsum)(vf v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
     return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#elif NEON
+    float32x2_t halves = vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v));
+    return vget_lane_f32(vpadd_f32(halves, halves), 0);
 #else
     float t[VL];
     memcpy(t, &v, sizeof t);
@@ -60,6 +66,8 @@ INLINE vf NAME(hsums)(const vf *v) {
     for (int i = 0; i < 4; i++) t[i] = _mm256_hadd_ps((__m256)v[2 * i], (__m256)v[2 * i + 1]);
     for (int i = 0; i < 2; i++) u[i] = _mm256_hadd_ps(t[2 * i], t[2 * i + 1]);
     return (vf)_mm256_add_ps(_mm256_permute2f128_ps(u[0], u[1], 0x20), _mm256_permute2f128_ps(u[0], u[1], 0x31));
+#elif NEON
+    return (vf)vpaddq_f32(vpaddq_f32((float32x4_t)v[0], (float32x4_t)v[1]), vpaddq_f32((float32x4_t)v[2], (float32x4_t)v[3]));
 #else
     vf sums;
     for (int i = 0; i < VL; i++) sums[i] = NAME(hsum)(v[i]);
@@ -70,11 +78,28 @@ INLINE vf NAME(hsums)(const vf *v) {
 INLINE float NAME(half)(uint16_t h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h);
+#elif NEON
+    __fp16 f;
+    memcpy(&f, &h, 2);
+    return (float)f;
 #else
     return soft_half_to_float(h);
 #endif
 }
 #define HALF(p) NAME(half)(read16(p))
+
+INLINE uint16_t NAME(to_half)(float f) {
+#if defined(__F16C__)
+    return _cvtss_sh(f, 0);
+#elif NEON
+    __fp16 h = (__fp16)f;
+    uint16_t bits;
+    memcpy(&bits, &h, 2);
+    return bits;
+#else
+    return soft_float_to_half(f);
+#endif
+}
 
 #include "cpu_blocks.h"
 
@@ -82,10 +107,12 @@ INLINE float NAME(half)(uint16_t h) {
 
 #define PANEL 16      /* weight rows decoded whole when x has several rows */
 #define WEIGHT_TILE 4 /* weight rows per register tile */
-#define FEW (VL == 16 ? 8 : 4) /* rows of x whose sums have room in registers, with FEW_TILE weight rows */
+#define FEW (REGISTERS == 32 ? 8 : 4) /* rows of x whose sums have room in registers, with FEW_TILE weight rows */
 #define FEW_TILE 2
 #if VL >= 8 /* loaded once for several uses, not as an operand of each */
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
+#elif NEON
+#define IN_REGISTER(x) __asm__("" : "+w"(x))
 #else
 #define IN_REGISTER(x) (void)(x)
 #endif
@@ -549,13 +576,6 @@ static void NAME(activate)(const float *x, int64_t t, int64_t f, int64_t act, in
 #include "cpu_states.h"
 
 static const kernels NAME(kernels) = {
-#if VL == 16
-    "avx512",
-#elif VL == 8
-    "avx2",
-#else
-    "base",
-#endif
     NAME(matmul), NAME(matmul_experts), NAME(route), NAME(mix), NAME(rows), NAME(norm), NAME(add), NAME(rope), NAME(activate),
     NAME(rotate), NAME(store), NAME(seal), NAME(has_codec),
     NAME(attention), NAME(short_conv), NAME(delta_net), NAME(mamba),
@@ -565,6 +585,7 @@ static const kernels NAME(kernels) = {
 #undef vi
 #undef INLINE
 #undef UNROLL
+#undef REGISTERS
 #undef LOAD
 #undef STORE
 #undef SPLAT

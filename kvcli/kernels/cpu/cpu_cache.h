@@ -8,6 +8,8 @@ INLINE vf NAME(swap)(vf x, int bit) {
 #elif VL == 8 && defined(__AVX2__)
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
     return (vf)_mm256_permutevar8x32_ps((__m256)x, (__m256i)(lane ^ bit));
+#elif NEON
+    return (vf)(bit == 1 ? vrev64q_f32((float32x4_t)x) : vextq_f32((float32x4_t)x, (float32x4_t)x, 2));
 #else
     vf y;
     for (int i = 0; i < VL; i++) y[i] = x[i ^ bit];
@@ -67,11 +69,7 @@ static void NAME(encode)(const float *x, int64_t n, const kv_codec *codec, uint8
     for (int64_t i = 0; i < n; i++) {
         uint16_t bits;
         float f = x[i] > 65504.0f ? 65504.0f : x[i] < -65504.0f ? -65504.0f : x[i]; /* no infinities in f16; NaN stays */
-#if defined(__F16C__)
-        bits = is_half ? _cvtss_sh(f, 0) : float_to_bf16(x[i]);
-#else
-        bits = is_half ? soft_float_to_half(f) : float_to_bf16(x[i]);
-#endif
+        bits = is_half ? NAME(to_half)(f) : float_to_bf16(x[i]);
         memcpy(out + 2 * i, &bits, 2);
     }
 }
@@ -108,6 +106,8 @@ INLINE vf NAME(round)(vf x) { /* to the nearest whole number, even where two are
     return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif VL == 8 && defined(__AVX2__)
     return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif NEON
+    return (vf)vrndnq_f32((float32x4_t)x);
 #else
     for (int i = 0; i < VL; i++) x[i] = rintf(x[i]);
     return x;
@@ -115,11 +115,7 @@ INLINE vf NAME(round)(vf x) { /* to the nearest whole number, even where two are
 }
 
 INLINE float NAME(round_half)(float x) { /* to float16 and back */
-#if defined(__F16C__)
-    return _cvtsh_ss(_cvtss_sh(x, 0));
-#else
-    return soft_half_to_float(soft_float_to_half(x));
-#endif
+    return NAME(half)(NAME(to_half)(x));
 }
 
 /* What rounding to codes does to VL elements: the squares of the differences. */
@@ -201,11 +197,7 @@ static float NAME(encode_row)(const float *x, int64_t n, const kv_codec *codec, 
 }
 
 INLINE void NAME(put_half)(float x, uint8_t *out) {
-#if defined(__F16C__)
-    uint16_t bits = _cvtss_sh(x, 0);
-#else
-    uint16_t bits = soft_float_to_half(x);
-#endif
+    uint16_t bits = NAME(to_half)(x);
     memcpy(out, &bits, 2);
 }
 

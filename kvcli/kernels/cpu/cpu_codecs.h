@@ -6,7 +6,7 @@
  * that is how the narrow grids are packed; sums over dims have that order for every type, so a row that was decoded into
  * floats before gives the same bits as one that is read in its packed form. */
 
-#define QUERY_ROWS (VL == 16 ? 4 : 2) /* queries whose sums have room in registers */
+#define QUERY_ROWS (REGISTERS == 32 ? 4 : 2) /* queries whose sums have room in registers */
 
 /* VL 16-bit numbers as 32-bit integers. */
 INLINE vi NAME(u16)(const uint8_t *p) {
@@ -14,6 +14,8 @@ INLINE vi NAME(u16)(const uint8_t *p) {
     return (vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
 #elif VL == 8 && defined(__AVX2__)
     return (vi)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif NEON
+    return (vi)vmovl_u16(vreinterpret_u16_u8(vld1_u8(p)));
 #else
     vi v;
     for (int i = 0; i < VL; i++) v[i] = read16(p + 2 * i);
@@ -41,6 +43,9 @@ INLINE vf NAME(load_fp8)(const uint8_t *p, int shift) {
     __m128i b = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p)), 8);
     __m128i rest = _mm_srli_epi16(_mm_slli_epi16(b, 1), 1 + shift), sign = _mm_set1_epi16((short)0x8000);
     return (vf)_mm256_cvtph_ps(_mm_or_si128(_mm_and_si128(b, sign), rest));
+#elif NEON
+    uint16x4_t b = vget_low_u16(vshll_n_u8(vcreate_u8(read32(p)), 8)), rest = (b << 1) >> (1 + shift);
+    return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vbsl_u16(vdup_n_u16(0x8000), b, rest)));
 #else
     uint16_t h[VL];
     for (int i = 0; i < VL; i++) h[i] = (uint16_t)((p[i] & 0x80) << 8 | (p[i] & 0x7f) << (8 - shift));
@@ -209,7 +214,7 @@ typedef struct {
     NAME(mix_fn) mix[QUERY_ROWS];
 } NAME(reader);
 
-#if VL == 16
+#if VL == 16 || NEON
 #define READERS(name) \
     ROWS(name) READER(name, 1) READER(name, 2) READER(name, 3) READER(name, 4) \
     static const NAME(reader) NAME(read_##name) = { \

@@ -1,5 +1,6 @@
 /* Products of interleaved weights with rows in fixed point, for one instruction set. Included by cpu.c with NAME(x), LANES
- * (weight rows per vector: 16 or 8) and VNNI (whether bytes are multiplied, four at a time, or numbers of 16 bits) defined.
+ * (weight rows per vector: 16, 8, or 4 of NEON) and BYTES (whether bytes are multiplied, four at a time, or numbers of 16 bits)
+ * defined.
  *
  * A row of x is cut into blocks of 32, which are whole multiples, of 15 bits and a sign, of a scale of their own. Sums of
  * codes times multiples are exact integers, so their order does not matter, and neither does the instruction set; what is
@@ -10,14 +11,22 @@
 #define qv NAME(qv)
 #define fv NAME(fv)
 #define iv NAME(iv)
+#if LANES == 4 /* an instruction shifts bytes */
+typedef uint8_t qv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+#define EACH_BYTE(x) (uint8_t)(x)
+#define HIGH_HALVES(x) ((x) >> 4)
+#else
 typedef uint16_t qv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+#define EACH_BYTE(x) (uint16_t)((x) * 0x101)
+#define HIGH_HALVES(x) ((x) >> 4 & 0x0f0f)
+#endif
 typedef float fv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef int32_t iv __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define SIDES (GROUP / LANES)
-#if VNNI
+#if BYTES && LANES > 4
 #define TILE (LANES == 16 ? 8 : 4) /* rows of x whose sums have room in registers */
 #define AT_ONCE 1                  /* sides that a tile has */
 #define MOST_ROWS TILE             /* rows of x for which codes are unpacked once */
@@ -27,6 +36,12 @@ typedef int32_t iv __attribute__((vector_size(4 * LANES), aligned(1), may_alias)
 #define MOST_ROWS 32
 #endif
 
+INLINE fv NAME(splat)(float x) { return x - (fv){0}; }
+
+#if LANES == 4
+#include "cpu_neon.h"
+#else
+#define IN_ORDER
 INLINE fv NAME(madd)(fv a, fv b, fv c) {
 #if LANES == 16
     return (fv)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -34,8 +49,6 @@ INLINE fv NAME(madd)(fv a, fv b, fv c) {
     return (fv)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #endif
 }
-
-INLINE fv NAME(splat)(float x) { return x - (fv){0}; }
 
 INLINE fv NAME(halves)(const uint8_t *p) {
 #if LANES == 16
@@ -54,38 +67,42 @@ INLINE fv NAME(small)(const uint8_t *p, int is_signed) {
     return (fv)_mm256_cvtepi32_ps(is_signed ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
 #endif
 }
+#endif
 
 /* ---- weights ----------------------------------------------------------------------------------------------------------- */
 
-typedef struct { /* what stands at the head of an interleaved block, of the rows of one side */
-    fv d, m;
+typedef struct { /* what stands at the head of an interleaved block, of the rows of a tile's sides */
+    fv d[AT_ONCE], m[AT_ONCE];
     uint8_t scales[8 * GROUP], mins[8 * GROUP]; /* of formats with 12 bytes of them */
     const uint8_t *bytes;                       /* of formats with a byte for each scale */
 } NAME(fixed_head);
 
 INLINE void NAME(read_head)(const uint8_t *b, int side, int halves, int bytes, NAME(fixed_head) *h) {
-    h->d = NAME(halves)(b + 2 * LANES * side);
-    if (halves == 2) h->m = NAME(halves)(b + 2 * GROUP + 2 * LANES * side);
+    for (int s = 0; s < AT_ONCE; s++) {
+        h->d[s] = NAME(halves)(b + 2 * LANES * (side + s));
+        if (halves == 2) h->m[s] = NAME(halves)(b + 2 * GROUP + 2 * LANES * (side + s));
+    }
     h->bytes = b + 2 * GROUP * halves + LANES * side;
-    if (bytes == 12) {
-        typedef uint16_t v64 __attribute__((vector_size(64), aligned(1), may_alias));
-        const v64 *s = (const v64 *)(b + 2 * GROUP * halves);
-        *(v64 *)h->scales = s[0] & 0x3f3f, *(v64 *)h->mins = s[1] & 0x3f3f;
-        *(v64 *)(h->scales + 4 * GROUP) = (s[2] & 0x0f0f) | (s[0] >> 2 & 0x3030);
-        *(v64 *)(h->mins + 4 * GROUP) = (s[2] >> 4 & 0x0f0f) | (s[1] >> 2 & 0x3030);
+    for (int i = 0; i < SIDES && bytes == 12; i++) {
+        const qv *s = (const qv *)(b + 2 * GROUP * halves) + i;
+        qv *scales = (qv *)h->scales + i, *mins = (qv *)h->mins + i;
+        *scales = s[0] & EACH_BYTE(0x3f), *mins = s[SIDES] & EACH_BYTE(0x3f);
+        scales[SIDES] = (s[2 * SIDES] & EACH_BYTE(0x0f)) | (s[0] >> 2 & EACH_BYTE(0x30));
+        mins[SIDES] = HIGH_HALVES(s[2 * SIDES]) | (s[SIDES] >> 2 & EACH_BYTE(0x30));
     }
 }
 
-/* Scale and minimum (0 = none) of columns 32 * part on; for scales of 16 columns, of those from there or from the middle on. */
-INLINE void NAME(fixed_scales)(const NAME(fixed_head) *h, int side, int part, int half, int halves, int bytes, fv *scale, fv *min) {
+/* Scale and minimum (0 = none) of columns 32 * part on of a tile's s-th side, whose first one is `side`; for scales of 16 columns,
+ * of those from there or from the middle on. */
+INLINE void NAME(fixed_scales)(const NAME(fixed_head) *h, int side, int s, int part, int half, int halves, int bytes, fv *scale, fv *min) {
     if (bytes == 12) {
-        *scale = h->d * NAME(small)(h->scales + GROUP * part + LANES * side, 0);
-        *min = -(h->m * NAME(small)(h->mins + GROUP * part + LANES * side, 0));
+        *scale = h->d[s] * NAME(small)(h->scales + GROUP * part + LANES * (side + s), 0);
+        *min = -(h->m[s] * NAME(small)(h->mins + GROUP * part + LANES * (side + s), 0));
         return;
     }
-    *scale = h->d;
-    if (bytes) *scale = h->d * NAME(small)(h->bytes + GROUP * (2 * part + half), 1);
-    if (halves == 2) *min = h->m;
+    *scale = h->d[s];
+    if (bytes) *scale = h->d[s] * NAME(small)(h->bytes + GROUP * (2 * part + half) + LANES * s, 1);
+    if (halves == 2) *min = h->m[s];
     else *min = (fv){0};
 }
 
@@ -96,28 +113,29 @@ INLINE void NAME(unpack)(const uint8_t *p, int bits, qv *u) {
     }
     for (int j = 0; j < 4; j++) {
         qv both = *(const qv *)(p + 64 * j);
-        u[j] = both & 0x0f0f, u[j + 4] = both >> 4 & 0x0f0f;
+        u[j] = both & EACH_BYTE(0x0f), u[j + 4] = HIGH_HALVES(both);
     }
     if (bits == 5) {
         qv high = *(const qv *)(p + 256);
-        UNROLL for (int j = 0; j < 8; j++) u[j] |= (j <= 4 ? high << (4 - j) : high >> (j - 4)) & 0x1010;
+        UNROLL for (int j = 0; j < 8; j++) u[j] |= (j <= 4 ? high << (4 - j) : high >> (j - 4)) & EACH_BYTE(0x10);
     }
     if (bits == 6)
         UNROLL for (int j = 0; j < 8; j++) {
             qv high = *(const qv *)(p + 256 + 64 * (j / 4));
-            u[j] |= (j % 4 < 3 ? high << (4 - 2 * (j % 4)) : high >> 2) & 0x3030;
+            u[j] |= (j % 4 < 3 ? high << (4 - 2 * (j % 4)) : high >> 2) & EACH_BYTE(0x30);
         }
 }
 
 /* ---- products ---------------------------------------------------------------------------------------------------------- */
 
+#if LANES > 4
 INLINE iv NAME(four)(const void *p) { /* four bytes, in every lane */
     int32_t bits;
     memcpy(&bits, p, 4);
     return bits - (iv){0};
 }
 
-#if VNNI
+#if BYTES
 INLINE iv NAME(dot4)(iv sum, qv codes, iv x) {
 #if LANES == 16
     return (iv)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
@@ -158,8 +176,8 @@ INLINE void NAME(sums)(qv (*u)[CODES], const kv_fixed *x, int j, int end, int of
             UNROLL for (int r = 0; r < rows; r++) sums[r][0] = NAME(dot4)(sums[r][0], u[0][i], NAME(four)(x[r].low + 4 * i));
 }
 
-INLINE void NAME(widen)(const qv *u, int offset, qv *out) {
-    (void)offset;
+INLINE void NAME(widen)(const qv *u, int offset, int tile, qv *out) {
+    (void)offset, (void)tile;
     memcpy(out, u, 8 * sizeof(qv));
 }
 #else
@@ -190,10 +208,12 @@ INLINE void NAME(sums)(qv (*u)[CODES], const kv_fixed *x, int j, int end, int of
 }
 
 /* 16 bits with a sign: columns 0 and 2 of four, then 1 and 3. */
-INLINE void NAME(widen)(const qv *u, int offset, qv *out) {
+INLINE void NAME(widen)(const qv *u, int offset, int tile, qv *out) {
+    (void)tile;
     for (int j = 0; j < 8; j++)
         out[2 * j] = (u[j] & 0x00ff) - (uint16_t)offset, out[2 * j + 1] = (u[j] >> 8) - (uint16_t)offset;
 }
+#endif
 #endif
 
 /* AT_ONCE sides of a group of weight rows, from `side` on, times `rows` rows of x: a whole number of tiles of `tile`, for which
@@ -205,8 +225,8 @@ INLINE void NAME(fixed_tile)(const uint8_t *w, int side, const kv_fixed *x, int6
     for (int r = 0; r < rows; r++)
         for (int s = 0; s < AT_ONCE; s++) acc[r][s] = (fv){0};
     for (; x < end; w += GROUP * size) {
-        NAME(fixed_head) h[AT_ONCE];
-        for (int s = 0; s < AT_ONCE; s++) NAME(read_head)(w, side + s, halves, bytes, h + s);
+        NAME(fixed_head) h;
+        NAME(read_head)(w, side, halves, bytes, &h);
         const uint8_t *codes = w + GROUP * (2 * halves + bytes) + 4 * LANES * side;
         for (int part = 0; part < elements / 32; part++, x += stride) {
             fv scale[2][AT_ONCE], min[AT_ONCE];
@@ -214,9 +234,9 @@ INLINE void NAME(fixed_tile)(const uint8_t *w, int side, const kv_fixed *x, int6
             for (int s = 0; s < AT_ONCE; s++) {
                 qv u[8];
                 NAME(unpack)(codes + part * 64 * bits + 4 * LANES * s, bits, u);
-                NAME(widen)(u, offset, wide[s]);
+                NAME(widen)(u, offset, tile, wide[s]);
                 for (int half = 0; half < 1 + sixteens; half++)
-                    NAME(fixed_scales)(h + s, side + s, part, half, halves, bytes, &scale[half][s], min + s);
+                    NAME(fixed_scales)(&h, side, s, part, half, halves, bytes, &scale[half][s], min + s);
             }
             for (int64_t first = 0; first < rows; first += tile) {
                 const kv_fixed *xs = x + first;
@@ -245,16 +265,16 @@ typedef struct {
 /* Row `row` of a group, times `factor`. */
 INLINE void NAME(decode_row)(const uint8_t *w, int row, int64_t k, float factor, float *out, int elements, int size, int bits,
                              int offset, int halves, int bytes, int sixteens) {
-    int side = row / LANES, lane = row % LANES;
+    int lane = row % LANES, s = row / LANES % AT_ONCE, side = row / LANES - s;
     for (const float *end = out + k; out < end; w += GROUP * size) {
         NAME(fixed_head) h;
         NAME(read_head)(w, side, halves, bytes, &h);
         for (int part = 0; part < elements / 32; part++, out += 32) {
             qv u[8];
-            NAME(unpack)(w + GROUP * (2 * halves + bytes) + part * 64 * bits + 4 * LANES * side, bits, u);
+            NAME(unpack)(w + GROUP * (2 * halves + bytes) + part * 64 * bits + 4 * LANES * (side + s), bits, u);
             for (int half = 0; half < 2; half++) {
                 fv scale, min;
-                NAME(fixed_scales)(&h, side, part, sixteens ? half : 0, halves, bytes, &scale, &min);
+                NAME(fixed_scales)(&h, side, s, part, sixteens ? half : 0, halves, bytes, &scale, &min);
                 float d = scale[lane], m = min[lane];
                 for (int i = 16 * half; i < 16 * half + 16; i++) {
                     float code = (float)(((const uint8_t *)(u + i / 4))[4 * lane + i % 4] - offset);
@@ -267,8 +287,8 @@ INLINE void NAME(decode_row)(const uint8_t *w, int row, int64_t k, float factor,
 
 /* Tiles of n rows; `many`: as many as there are. */
 #define ROWS(n, many, lower, ...)                                                                                               \
-    static void NAME(tile##n##_##lower)(const uint8_t *w, int side, const kv_fixed *x, int64_t stride, int64_t blocks,          \
-                                        int64_t rows, fv (*out)[AT_ONCE]) {                                                     \
+    IN_ORDER static void NAME(tile##n##_##lower)(const uint8_t *w, int side, const kv_fixed *x, int64_t stride, int64_t blocks, \
+                                                 int64_t rows, fv (*out)[AT_ONCE]) {                                            \
         NAME(fixed_tile)(w, side, x, stride, blocks, many ? rows : n, out, n, __VA_ARGS__);                                      \
     }
 #if TILE == 8
@@ -308,7 +328,12 @@ static void NAME(to_fixed)(const float *x, int64_t k, kv_fixed *out, int64_t str
         for (int j = 0; j < 32; j++) n[j] = (int32_t)(x[i + j] * factor + 12582912.0f - 12582912.0f);
         if (!(largest < INFINITY)) memset(n, 0, sizeof n), largest = NAN;
         for (int j = 0; j < 16; j++) sums[0] += n[j], sums[1] += n[j + 16];
-#if VNNI
+#if BYTES && LANES == 4
+        for (int j = 0; j < 32; j++) {
+            int32_t high = (n[j] + 64) >> 7;
+            out->eights[j / 8][j % 8] = (int8_t)high, out->eights[j / 8][8 + j % 8] = (int8_t)(n[j] - high * 128);
+        }
+#elif BYTES
         for (int j = 0; j < 32; j++) {
             int32_t high = (n[j] + 64) >> 7;
             out->high[j] = (int8_t)high, out->low[j] = (int8_t)(n[j] - high * 128);
@@ -412,16 +437,11 @@ static void NAME(fixed_decode)(const kv_weight *w, const int64_t *ids, int64_t n
         ops->decode(w->blocks + ids[i] / GROUP * GROUP * w->row_bytes, (int)(ids[i] % GROUP), k, scale, out + i * k);
 }
 
-static const fixed_kernels NAME(fixed) = {
-#if VNNI
-    LANES == 16 ? "avx512vnni" : "avxvnni",
-#else
-    LANES == 16 ? "avx512" : "avx2",
-#endif
-    NAME(fixed_matmul), NAME(fixed_matmul_experts), NAME(fixed_decode),
-};
+static const fixed_kernels NAME(fixed) = {NAME(fixed_matmul), NAME(fixed_matmul_experts), NAME(fixed_decode)};
 
 #undef qv
+#undef EACH_BYTE
+#undef HIGH_HALVES
 #undef fv
 #undef iv
 #undef INLINE
@@ -435,3 +455,6 @@ static const fixed_kernels NAME(fixed) = {
 #undef SIDES
 #undef CODES
 #undef IN_REGISTER
+#undef IN_ORDER
+#undef IN_MEMORY
+#undef READ_AGAIN

@@ -97,8 +97,9 @@ static inline __attribute__((always_inline)) void NAME(dots_any)(const uint8_t *
     }
 }
 
-static void NAME(dots)(const uint8_t *folded, int64_t lo, int64_t hi, int64_t dim, const kv_multiples *queries, int64_t ldq, int n,
-                       float *out, int64_t ld_out) {
+static void NAME(dots)(const uint8_t *folded, int64_t pitch, int64_t lo, int64_t hi, int64_t dim, int64_t bits,
+                       const kv_multiples *queries, int64_t ldq, int n, float *out, int64_t ld_out) {
+    (void)pitch, (void)bits; /* folded keys are alike */
     switch (n) {
     case 1: NAME(dots_any)(folded, lo, hi, dim, queries, ldq, 1, out, ld_out); break;
     case 2: NAME(dots_any)(folded, lo, hi, dim, queries, ldq, 2, out, ld_out); break;
@@ -107,7 +108,7 @@ static void NAME(dots)(const uint8_t *folded, int64_t lo, int64_t hi, int64_t di
     }
 }
 
-static const kv_keys NAME(keys) = {LANES, NAME(fold), NAME(dots)};
+static const kv_keys NAME(keys) = {LANES, 4, 0, NAME(fold), NAME(dots)};
 
 #undef CHUNK
 #undef vi

@@ -76,8 +76,8 @@ INLINE float NAME(weigh)(const NAME(piece) *t, const float *shares, float *weigh
 INLINE void NAME(products)(const NAME(attn_args) *a, const NAME(piece) *t, const float *queries, const NAME(look_room) *room, int n,
                            int64_t lo, int64_t hi) {
     if (t->folded)
-        int_keys->dots(t->folded, lo, hi, a->kv->dim_k, (const kv_multiples *)(queries + a->multiples),
-                       a->ld_query * (int64_t)sizeof(float), n, room->raw - t->at, LOOK_ROWS);
+        int_keys->dots(t->folded, t->k_row, lo, hi, a->kv->dim_k, a->kv->closed.record.codec_k.bits,
+                       (const kv_multiples *)(queries + a->multiples), a->ld_query * (int64_t)sizeof(float), n, room->raw - t->at, LOOK_ROWS);
     else
         t->read_k->dots[n - 1](t->k, t->k_row, lo, hi, a->dkp / 4, queries, a->ld_query, room->raw - t->at, LOOK_ROWS);
     if (!a->second) return;
@@ -156,8 +156,8 @@ INLINE void NAME(open_piece)(const NAME(attn_args) *a, const kv_entry *e, int64_
     keys -= before * a->dkp, values -= before * a->dvp;
     if (a->multiples && !e->open) {
         uint8_t *folded = (uint8_t *)(keys + before * a->dkp) - before * kv->dim_k;
-        int_keys->fold(t->k, t->k_row, lo, hi, kv->dim_k, codec_k->bits, folded);
-        t->folded = folded, t->middle_k = 0;
+        if (int_keys->fold) int_keys->fold(t->k, t->k_row, lo, hi, kv->dim_k, codec_k->bits, folded);
+        t->folded = int_keys->fold ? folded : t->k, t->middle_k = 0;
     } else if (many || a->dkp != kv->dim_k) {
         t->read_k->rows(t->k, t->k_row, lo, hi, codec_k, kv->dim_k, keys, a->dkp);
         t->k = (const uint8_t *)keys, t->k_row = a->dkp * sizeof(float), t->read_k = &NAME(read_f32);

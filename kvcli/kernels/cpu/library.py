@@ -12,7 +12,9 @@ from kvcli.errors import KVError, UsageError
 from kvcli.kernels.cpu.sources import checksum
 from kvcli.kernels.grids import grids
 
-ISAS = ("avx512vnni", "avx512", "avxvnni", "avx2", "base")  # that cpu.c is compiled for, the best first
+_ARM = os.uname().machine in ("aarch64", "arm64")
+_OF_PROCESSORS = ("neoni8mm", "neondot", "neon") if _ARM else ("avx512vnni", "avx512", "avxvnni", "avx2")
+ISAS = (*_OF_PROCESSORS, "base")  # that cpu.c is compiled for here, the best first
 
 _SIGNATURES = {
     "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
