@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import tiny
 import torch
@@ -9,6 +12,8 @@ from gpucases import COMPILED, DEVICE, MORE, OPS
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.backend import GpuBackend
+from kvcli.kernels.gpu.language import AFTER, SERIAL
+from kvcli.kernels.gpu.launching import collecting
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
@@ -131,3 +136,26 @@ def test_prompts_together_are_those_alone(arch: str, types: str) -> None:
         for seqs in (alone, joined):
             for seq, own in zip(seqs, ids, strict=True):
                 seq.commit(own)
+
+
+@pytest.mark.parametrize("types", ["f16", "int8"])
+def test_what_is_compiled_ahead_is_what_steps_launch(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are launched ahead of each other are other kernels for the compiler."""
+
+    @contextmanager
+    def ahead(self: GpuBackend) -> Iterator[None]:  # as where the card can
+        self.pdl = AFTER
+        yield
+        self.pdl = SERIAL
+
+    monkeypatch.setattr(GpuBackend, "ahead", ahead)
+    file = GGUFFile.open(tiny.make_even("llama", False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    model = load(config, Weights(file), GpuBackend(torch.device(DEVICE)))
+    steps = StepGraph(model, KVLayout.build(config, types, types, PAGE).by_layer(True), CONTEXT)
+    with collecting() as compiled:
+        steps.dry_run(shortest=True)
+    for fixes in (False, True) if types == "int8" else (False,):
+        with collecting() as launched:
+            steps._of(4).launch(stepgraph.SMALLEST_BUCKET, fixes)
+        assert launched and launched <= compiled

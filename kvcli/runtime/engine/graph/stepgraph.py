@@ -135,7 +135,8 @@ class StepGraph:
         mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
         for count in self.sizes[: 1 if shortest else None]:
             if mixture or count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
-                self._of(count).launch(SMALLEST_BUCKET, fixes=True)
+                for fixes in {False, any(group.sealed for group in self.layout.groups)}:
+                    self._of(count).launch(SMALLEST_BUCKET, fixes)
 
     def _of(self, count: int) -> Rows:
         if count not in self._rows:
