@@ -66,9 +66,17 @@ def bounds(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.T
     return (q.clamp(min=0) @ high.T + q.clamp(max=0) @ low.T).sum(0)
 
 
-def means(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    found = q.sum(0) @ _pages(keys, MEAN_ROWS).mean(1).T
-    return found.unflatten(1, (-1, PAGE // MEAN_ROWS)).amax(-1)
+def means(rows: int, bits: int = 0) -> Rule:
+    """By means of so many keys, as codes of so many bits with a scale for each mean; 0 = as they are."""
+
+    def found(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        each = _pages(keys, rows).mean(1)
+        if bits:
+            scale = each.abs().amax(1, keepdim=True).clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+            each = (each / scale).round() * scale
+        return (q.sum(0) @ each.T).unflatten(1, (-1, PAGE // rows)).amax(-1)
+
+    return found
 
 
 def weights(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -81,14 +89,16 @@ def every(tokens: int) -> Rule:
     """By means, for so many tokens at a time, by the query of the first of them."""
 
     def found(q: torch.Tensor, keys: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        each = means(q, keys, scores)
+        each = means(MEAN_ROWS)(q, keys, scores)
         return each[torch.arange(len(each)) // tokens * tokens]
 
     return found
 
 
 RULES: dict[str, Rule] = {
-    "the recent ones": recent, "bounds of keys": bounds, "means of 16 keys": means, "true weights": weights,
+    "the recent ones": recent, "bounds of keys": bounds, "means of 64 keys": means(64), "means of 32 keys": means(32),
+    "means of 16 keys": means(MEAN_ROWS), "8 bits": means(MEAN_ROWS, 8), "4 bits": means(MEAN_ROWS, 4),
+    "true weights": weights,
     **{f"for {n} tokens": every(n) for n in (2, 4, 8, 16, 64)},
 }  # fmt: skip
 

@@ -225,3 +225,31 @@ class RecordLayout:
     def v_scales(self) -> int:
         """Where the scales of values begin; 0 = there are none."""
         return self._places.get("v_scales", (0, 0))[0]
+
+
+@dataclass(frozen=True)
+class SummaryLayout:
+    """What tells of the keys of one layer of a page: the mean of each run of rows, `means` a page and KV head.
+
+    Codes of 8 bits, int8 [kv_heads, means, pitch], of which the first `dim` of each mean count and the others are 0;
+    then their scales, float32 [kv_heads, means]. A mean is its scale times its codes. Sizes are in bytes.
+    """
+
+    kv_heads: int
+    means: int
+    dim: int
+
+    @property
+    def pitch(self) -> int:
+        """From one mean's codes to the next: kernels read 16 bytes at a time."""
+        return -(-self.dim // 16) * 16
+
+    @property
+    def scales(self) -> int:
+        """Where the scales begin."""
+        return self.kv_heads * self.means * self.pitch
+
+    @property
+    def bytes(self) -> int:
+        """Of one layer."""
+        return -(-(self.scales + 4 * self.kv_heads * self.means) // 16) * 16

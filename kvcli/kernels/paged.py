@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvcli.codecs import RecordLayout
+from kvcli.codecs import RecordLayout, SummaryLayout
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
@@ -49,11 +49,11 @@ class Choice(NamedTuple):
 class Summaries:
     """What tells of the keys of an entry's page without reading them: the mean of each run of rows, as many means a
     page. `addresses`: where those of the group's first layer are, int64 [n]; 0 = there are none, and the entry is read
-    in any case. `memory`: the same ones as tensors, float16 [layers, kv_heads, means, dim_k]."""
+    in any case. `memory`: the same ones as tensors, uint8 [layers, layout.bytes]."""
 
     addresses: np.ndarray
     memory: Memory
-    means: int
+    layout: SummaryLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,11 +229,17 @@ class PagedKV:
         found = ((kv, kv.entries.find(row, query)) for kv in self.classes)
         return next(((kv, at) for kv, at in found if at is not None), None)
 
-    def summary(self, at: int) -> torch.Tensor | None:
-        """The means of the keys of entry `at`, float16 [kv_heads, means, dim_k], writable; None = it has none."""
+    def summary(self, at: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What tells of the keys of entry `at`: codes int8 [kv_heads, means, dim_k] and scales float32
+        [kv_heads, means], writable; None = there is nothing."""
         found = self.entries.summaries
         page = None if found is None or not found.addresses[at] else found.memory[at]
-        return None if page is None else page[self.layer]
+        if found is None or page is None:
+            return None
+        each, layer = found.layout, page[self.layer]
+        codes = layer[: each.scales].view(torch.int8).view(each.kv_heads, each.means, each.pitch)
+        scales = layer[each.scales :].view(torch.float32)[: each.kv_heads * each.means]
+        return codes[..., : each.dim], scales.view(each.kv_heads, each.means)
 
     @cached_property
     def codecs(self) -> tuple[codecs.KVCodec, codecs.KVCodec]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from kernelcases import ISAS, backend, one_thread, place, poisoned, record, same_bits
 
+from kvcli.codecs import SummaryLayout
 from kvcli.kernels import NEVER, Basis, Choice, Entries, PagedKV, Summaries
 from kvcli.kernels.paged import CHOICE_BLOCK
 from kvcli.kernels.reference.choosing import choose, summarize
@@ -30,10 +31,11 @@ def cache(rows: int, choice: Choice | None, dims: tuple[int, int], seed: int) ->
     kv, n = poisoned(r, 0, rows), -(-rows // SIZE)
     rows_k = torch.randn(rows, KV_HEADS, dims[0], generator=noise)
     backend("reference").store(rows_k, torch.randn(rows, KV_HEADS, dims[1], generator=noise), kv, 0)
-    memory = [torch.full((2, KV_HEADS, MEANS, dims[0]), torch.nan, dtype=torch.float16) for _ in range(n)]
+    each = SummaryLayout(KV_HEADS, MEANS, dims[0])
+    memory = [torch.full((2, each.bytes), 0xFF, dtype=torch.uint8) for _ in range(n)]
     addresses = np.array([each.data_ptr() for each in memory], np.int64)
     addresses[[0, *range(max(0, n - 2), n)]] = 0
-    found = replace(kv, entries=replace(kv.entries, summaries=Summaries(addresses, memory, MEANS)), choice=choice)
+    found = replace(kv, entries=replace(kv.entries, summaries=Summaries(addresses, memory, each)), choice=choice)
     summarize(found, np.flatnonzero(addresses))
     return found
 
@@ -51,8 +53,9 @@ def expected(q: torch.Tensor, kv: PagedKV, start: int) -> np.ndarray:
             scores = {}
             for at in np.flatnonzero(summaries.addresses).tolist():
                 keys = kv.rows(kv.entries.memory[at], 0, SIZE)[0][head].double()
-                means = keys.unflatten(0, (MEANS, -1)).mean(1).half().double()
-                scores[at] = float((means @ pooled).max()) * SCALE
+                means = keys.unflatten(0, (MEANS, -1)).mean(1)
+                scales = means.abs().amax(1, keepdim=True) / 127
+                scores[at] = float(((means / scales).round() * scales @ pooled).max()) * SCALE
             best = sorted(scores, key=lambda at: -scores[at])
             most = scores[best[0]]
             for place_, at in enumerate(best):
@@ -110,7 +113,9 @@ def test_with_as_many_pages_as_there_are_nothing_changes(name: str) -> None:
 def test_of_equal_pages_the_earlier_are_read(name: str) -> None:
     kv, ops = cache(449, Choice(3), (64, 40), 1), backend(name)
     for at in np.flatnonzero(kv.entries.summaries.addresses).tolist():
-        kv.summary(at).fill_(0.5)
+        codes, scales = kv.summary(at)
+        codes.fill_(100)
+        scales.fill_(0.005)
     q = torch.randn(1, HEADS, 64)
     assert choose(q, kv, 448, SCALE)[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 13, 14]
     got = ops.attention(q, kv, 448, 0, SCALE)
@@ -119,14 +124,31 @@ def test_of_equal_pages_the_earlier_are_read(name: str) -> None:
     assert same_bits(ops.attention(q, kv, 448, 0, SCALE), got)
 
 
+def told(kv: PagedKV, at: int) -> torch.Tensor:
+    """The means of an entry: float32 [kv_heads, means, dim]."""
+    codes, scales = kv.summary(at)
+    return codes * scales[..., None]
+
+
+@pytest.mark.parametrize("dims", ((64, 40), (20, 8)))
+def test_a_mean_is_off_by_half_a_step(dims: tuple[int, int]) -> None:
+    kv = cache(449, Choice(3), dims, 1)
+    keys = kv.rows(kv.entries.memory[3], 0, SIZE)[0].unflatten(1, (MEANS, -1)).mean(2)
+    step = keys.abs().amax(-1, keepdim=True) / 127
+    assert ((told(kv, 3) - keys).abs() <= 0.501 * step).all() and (kv.summary(3)[0].abs().amax(-1) == 127).all()
+    kv.records(kv.entries.memory[3]).zero_()
+    summarize(kv, np.array([3]))
+    assert not told(kv, 3).any()
+
+
 def test_a_summary_has_the_mean_that_sealed_keys_lack() -> None:
     kv = cache(449, Choice(3), (64, 40), 1)
     centre, at = torch.randn(KV_HEADS, 64), 3
     sealed = replace(kv, open=kv, basis=Basis(centre, known=True), descriptors={})
-    before = kv.summary(at).clone()
+    before = told(kv, at)
     summarize(sealed, np.array([at]))
     from kvcli.kernels.reference.rotation import rotate
 
     lacked = rotate(centre[None])[0][:, None]
-    assert torch.allclose(kv.summary(at).float(), before.float() + lacked, atol=2e-2)
+    assert torch.allclose(told(kv, at), before + lacked, atol=4e-2)
     assert place(kv, at) == at and kv.entries.until[at] == NEVER

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from cachecases import SmallPool
 from gpucases import COMPILED, DEVICE, OPS, error
+from gpucases import Layer as Projections
 from kernelcases import one_thread
 from sealedcases import layout
 
+from kvcli.codecs import SummaryLayout
 from kvcli.kernels import AttentionLayer, Backend, Stretch
-from kvcli.kernels.gpu import past
+from kvcli.kernels.gpu import past, picking
 from kvcli.kernels.gpu.backend import GpuBackend
-from kvcli.kernels.gpu.choosing import FORCED, NEVER, take_best
-from kvcli.kernels.gpu.pages import Selected, selected
+from kvcli.kernels.gpu.pages import selected
 from kvcli.options import AttendOptions
 from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.eviction import Retention
@@ -77,21 +79,40 @@ class Layer:
         return out.cpu(), part
 
 
-@pytest.mark.parametrize(("entries", "limits", "forced"), [(5, (0, 5, 3), ()), (300, (3, 290, 40), (3, 128, 289))])
-def test_the_best_of_many(entries: int, limits: tuple[int, int, int], forced: tuple[int, ...]) -> None:
-    """Of equal scores the earlier ones, and what is read in any case whatever it scores."""
-    noise, (lo, hi, count) = torch.manual_seed(entries), limits
-    scores = torch.randint(-20, 20, (KV_HEADS, entries), generator=noise).float()
-    scores[:, :lo] = scores[:, hi:] = NEVER.value
-    for at in forced:
-        scores[:, at] = FORCED.value
-    table = torch.arange(100, 100 + entries)
-    some = selected(table, torch.tensor(limits), KV_HEADS, count - len(forced))
-    some.scores[0] = scores
-    some = Selected(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in vars(some).values()))
-    take_best(some, table.to(DEVICE), entries)
-    best = scores.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
-    assert torch.equal(some.chosen[:, :count].cpu(), 100 + best) and not some.chosen[:, count:].any()
+@pytest.mark.parametrize(
+    ("entries", "limits", "forced", "types"),
+    [
+        (5, (0, 5, 3), (), "f16"),
+        (70, (0, 0, 0), (), "f16"),
+        (300, (3, 290, 40), (3, 128, 289), "f16"),
+        (1100, (1, 1100, 500), (7,), "int4"),
+        pytest.param(16500, (0, 16500, 9000), (7,), "f16", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_best_of_many(entries: int, limits: tuple[int, int, int], forced: tuple[int, ...], types: str) -> None:
+    """Of equal scores the earlier ones, and what is read in any case whatever it scores; twice, as a graph does."""
+    layer, (lo, hi, count) = Projections((types, types), (64, 64), KV_HEADS, HEADS, rope=False, size=2 * SIZE), limits
+    layer.step(1)
+    each, values = SummaryLayout(KV_HEADS, 2, 64), torch.randint(-20, 20, (entries, KV_HEADS, 2)).float()
+    qkv, told = torch.zeros(1, (HEADS + 2 * KV_HEADS) * 64), torch.zeros(entries, each.bytes, dtype=torch.uint8)
+    qkv[:, : HEADS * 64 : 64] = torch.tensor([1.5, 0.5, 2, 0])  # means of a head's group are 1
+    codes = told[:, : each.scales].view(torch.int8).view(entries, KV_HEADS, 2, 64)
+    codes[..., : 64 if types == "int4" else 1] = 127 * values.sign()[..., None]
+    told[:, each.scales :].view(torch.float32)[:, : 2 * KV_HEADS] = (values.abs() / 127).flatten(1)
+    told, best = told.to(DEVICE), values.amax(2).T.clone()
+    addresses = told.data_ptr() + each.bytes * torch.arange(entries)
+    addresses[[*forced, *range(lo), *range(hi, entries)]] = 0
+    best[:, list(forced)] = torch.inf
+    best[:, :lo] = best[:, hi:] = -torch.inf
+    pages, table = layer.cache.on_device(0, 1, HEADS), torch.arange(100, 100 + entries).to(DEVICE)
+    some = selected(addresses.to(DEVICE), torch.tensor(limits).to(DEVICE), KV_HEADS, count - len(forced) or 1)
+    pages = replace(pages, lists=replace(pages.lists, table=table, selection=some), summary=each)
+    expected = best.sort(dim=1, descending=True, stable=True).indices[:, :count].sort(1).values
+    for _ in range(2):
+        some.chosen.zero_()
+        picking.prepare(qkv.to(DEVICE), layer.how, pages)
+        assert torch.equal(some.chosen[:, :count].cpu(), 100 + expected) and not some.chosen[:, count:].any()
+        assert not some.done.any()
 
 
 def both(*what) -> list[Layer]:
@@ -114,8 +135,8 @@ def test_tokens_of_answers(types: tuple[str, str], dims: tuple[int, int], more: 
     assert chose == 2
     kvs = [each.seq.views(None, attending.PageChoice(160, 176, 112, 2))[0][0] for each in layers]
     for at in range(2, 4):
-        pair = [kv.summary(at) for kv in kvs]
-        assert all(x is not None for x in pair) and error(pair[1].cpu().float(), pair[0].float()) < 2e-2
+        mine, theirs = (codes.cpu() * scales.cpu()[..., None] for codes, scales in (kv.summary(at) for kv in kvs))
+        assert error(theirs, mine) < 2e-2
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ typedef struct { /* K rows, V rows, then scales where a codec has them; sizes an
 typedef struct { /* rows first + lo .. first + hi - 1 of a page, shown to queries in [since, until); `Entries` of paged.py */
     int64_t address, first, lo, hi, since, until, turned;
     int64_t open, place; /* whether it is of the open class; where its class's list has it */
-    int64_t summary;     /* the first layer's means of its keys; 0 = it is read in any case */
+    int64_t summary;     /* what tells of its keys in the first layer; 0 = it is read in any case */
 } kv_entry;
 
 typedef struct { /* one layer in one class of pages; a record is one (page, kv head) */
@@ -60,7 +60,7 @@ typedef struct { /* one layer's K/V; all classes' entries in the order of `first
     const float *cos, *sin;           /* its RoPE for each CENTRE_ROWS rows of the closed pages by place, [n, rope_half] */
     int64_t rope_half, exact; /* exact: products with keys are in floats */
     int64_t joined; /* whether queries go on behind dim_k with dim_v elements that are multiplied with values */
-    int64_t pages, means, summary_offset; /* `Choice` of paged.py; means of a page, halves [kv_heads, means, dim_k] */
+    int64_t pages, means, summary_offset; /* `Choice` of paged.py; `SummaryLayout` of codecs.py */
     double threshold; /* with pages = 0 too: everything is read */
 } kv_paged;
 

@@ -5,13 +5,13 @@ typedef struct {
     uint8_t *read;
 } NAME(choosing);
 
-/* The product of a query with a mean in halves. */
-INLINE float NAME(mean_product)(const float *q, const uint8_t *mean, int64_t dim) {
+/* The product of a query with the codes of a mean. */
+INLINE float NAME(mean_product)(const float *q, const uint8_t *codes, int64_t dim) {
     vf sum = {0};
     float rest = 0;
     int64_t i = 0;
-    for (; i + VL <= dim; i += VL) sum = FMA(LOAD(q + i), NAME(load_f16)(mean + 2 * i), sum);
-    for (; i < dim; i++) rest += q[i] * HALF(mean + 2 * i);
+    for (; i + VL <= dim; i += VL) sum = FMA(LOAD(q + i), FLOATS(NAME(s8)(codes + i)), sum);
+    for (; i < dim; i++) rest += q[i] * (float)(int8_t)codes[i];
     return NAME(hsum)(sum) + rest;
 }
 
@@ -51,7 +51,7 @@ static void NAME(choose_task)(void *arg, int64_t task, int thread) {
     const NAME(choosing) *c = arg;
     const NAME(attn_args) *a = c->a;
     const kv_paged *kv = a->kv;
-    int64_t head = task % kv->kv_heads, block = task / kv->kv_heads, n = kv->n_entries, dim = kv->dim_k, asked = 0;
+    int64_t head = task % kv->kv_heads, block = task / kv->kv_heads, n = kv->n_entries, dim = kv->dim_k, asked = 0, pitch = (dim + 15) / 16 * 16;
     int64_t t0 = block * CHOICE_BLOCK - a->start % CHOICE_BLOCK, t1 = t0 + CHOICE_BLOCK < a->t ? t0 + CHOICE_BLOCK : a->t;
     float *q = scratch(thread, (size_t)(dim + 2 * n)), *scores = q + dim, *sorted = scores + n, most = -INFINITY;
     uint8_t *read = c->read + task * n;
@@ -59,10 +59,11 @@ static void NAME(choose_task)(void *arg, int64_t task, int thread) {
     for (int64_t e = 0; e < n; e++) {
         const kv_entry *entry = kv->entries + e;
         if (!(read[e] = !entry->summary)) {
-            const uint8_t *means = (const uint8_t *)(intptr_t)entry->summary + kv->summary_offset + head * kv->means * dim * 2;
+            const uint8_t *told = (const uint8_t *)(intptr_t)entry->summary + kv->summary_offset;
+            const float *scales = (const float *)(told + kv->kv_heads * kv->means * pitch);
             float best = -INFINITY;
-            for (int64_t m = 0; m < kv->means; m++) {
-                float score = NAME(mean_product)(q, means + 2 * m * dim, dim) * a->scale;
+            for (int64_t m = head * kv->means; m < (head + 1) * kv->means; m++) {
+                float score = NAME(mean_product)(q, told + m * pitch, dim) * scales[m] * a->scale;
                 best = score > best ? score : best;
             }
             scores[e] = sorted[asked++] = best;

@@ -31,5 +31,5 @@ def choice(kv: PagedKV) -> tuple[int, int, int, float]:
     """The last fields of kv_paged: pages, means, the layer's offset, threshold."""
     if kv.choice is None or kv.entries.summaries is None:
         return 0, 0, 0, 0.0
-    means, r = kv.entries.summaries.means, kv.record
-    return kv.choice.pages, means, kv.layer * r.kv_heads * means * r.dim_k * 2, kv.choice.threshold
+    each = kv.entries.summaries.layout
+    return kv.choice.pages, each.means, kv.layer * each.bytes, kv.choice.threshold

@@ -19,7 +19,6 @@ import triton.language as tl
 from kvcli.codecs import Codec, RecordLayout
 from kvcli.kernels.gpu import shares
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.choosing import choose
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
@@ -241,14 +240,12 @@ def attend(
     out: Partials | None = None,
     pdl: int = SERIAL,
     tiles: Tiling | None = None,
-    entries: int = 0,
-    scored: bool = False,
 ) -> Partials:
     """Causal attention of the T queries of a step over pages: partial results.
 
-    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. `entries`: of the
-    table, at most, where a token chooses among them; 0 = as many as it has room for. `scored`: see `choose`. Where a
-    token's probabilities are noted, its scores are left in `Noted.scores`.
+    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. Where a
+    token chooses what it reads, picking.py has; where its probabilities are noted, its scores are left in
+    `Noted.scores`.
     """
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]
     rows = len(lists.shift)
@@ -263,8 +260,7 @@ def attend(
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), alone)
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some, noted = queries.q, lists.noted if rows == 1 else None  # `some` stands for what is not there
-    chooses = lists.selection is not None and lists.selection.pages > 0 and rows == 1 and not lists.apart
-    chosen = choose(queries, pages, entries or len(lists.table), pdl, scored) if chooses else lists.table[None]
+    chosen = lists.selection.chosen if lists.selection is not None and pages.chooses else lists.table[None]
     launch(_attend, (r.kv_heads, out.tops.shape[2], 1 if lists.apart else len(lists.work)))(
         queries.q, queries.qc, queries.qb, lists.position, lists.work, lists.table, chosen, lists.edges,
         some if pages.angles is None else pages.angles, some if pages.scale_k is None else pages.scale_k,
@@ -279,7 +275,7 @@ def attend(
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
         lists.edged, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, chooses, noted is not None, lists.apart, pdl,
+        min(tiles.open_rows, r.page_size), tiles.open_stages, pages.chooses, noted is not None, lists.apart, pdl,
         **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out

@@ -42,8 +42,9 @@ from kvcli.kernels.gpu.pages import (
     lists_of_step,
     page_lists,
 )
+from kvcli.kernels.gpu.picking import prepare
 from kvcli.kernels.gpu.places import words
-from kvcli.kernels.gpu.rows import Queries, normed_together, prepare, with_values
+from kvcli.kernels.gpu.rows import Queries, normed_together, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
 from kvcli.kernels.gpu.states import delta_net, short_conv
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
@@ -318,7 +319,7 @@ class GpuBackend:
         for first in range(0, len(which), each):
             end = min(first + each, len(which))
             keys, _ = past.stage(pages, first, end)
-            summarize(keys, means[first:end], pages.summary_offset, pages.means)
+            summarize(keys, means[first:end], kv.layer * summaries.layout.bytes, summaries.layout)
 
     def attend_latents(self, *given: Any) -> torch.Tensor:
         """See `kernels.attend.attend_latents`; of many rows un-absorbed."""

@@ -1,7 +1,7 @@
-"""What queries read where they do not read all pages, and the means of keys by which they choose.
+"""What blocks of a prompt read where they do not read all pages, and the means of keys by which queries choose.
 
-reference/choosing.py is the specification. A token of an answer: `score`, then `take_best`, which lists the pages of
-each key-value head for attention.py to walk. A block of a prompt: `score`, and `mask`; its pages are read in sparse.py.
+reference/choosing.py is the specification. A block of a prompt: `score`, and `mask`; its pages are read in sparse.py. A
+token of an answer chooses in picking.py.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -14,214 +14,128 @@ import torch
 import triton
 import triton.language as tl
 
-from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu.language import SERIAL, half_of, wait_for_previous
+from kvcli.codecs import SummaryLayout
+from kvcli.kernels.gpu.language import SERIAL, dot4
 from kvcli.kernels.gpu.launching import launch
-from kvcli.kernels.gpu.pages import DevicePages, Selected, padded
-from kvcli.kernels.gpu.rows import LOG2_E, Queries, hadamard, head_of, query_gain, turning
+from kvcli.kernels.gpu.pages import DevicePages, padded
+from kvcli.kernels.gpu.rows import LOG2_E, Queries
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.paged import CHOICE_BLOCK, Choice
-from kvcli.kernels.reference.rotation import block
 
-TILE, TOKEN_TILE = 64, 128  # means that a program looks at, where it has a block of queries or those of a token
+TILE = 64  # means that a program looks at
+FINE = tl.constexpr(254)  # fine steps in a coarse one
 FORCED = tl.constexpr(1.0e30)  # the score of what is read in any case
 NEVER = tl.constexpr(-1.0e30)  # of what is not there
-LEAST = tl.constexpr(-1.0e29)  # of what is
+LEAST = tl.constexpr(-1.0e29)  # of what is, and the most is as far from 0
 
 
 @triton.jit
-def _summarize(keys, summaries, offset, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, ROWS: tl.constexpr):
+def _summarize(
+    keys, summaries, offset, DIM: tl.constexpr, PAD: tl.constexpr, PITCH: tl.constexpr, MEANS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
     """One program: a page, a head and a mean. keys float16 [pages * MEANS * ROWS, kv_heads, DIM]."""
     page = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    mean = tl.program_id(2)
+    heads = tl.num_programs(1)
+    mean = tl.program_id(1) * MEANS + tl.program_id(2)
     r = tl.arange(0, ROWS)
     d = tl.arange(0, PAD)
-    row = ((page * MEANS + mean) * ROWS + r) * tl.num_programs(1) + head
+    row = ((page * MEANS + tl.program_id(2)) * ROWS + r) * heads + tl.program_id(1)
     x = tl.load(keys + row[:, None] * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0).to(tl.float32)
-    found = tl.clamp(tl.sum(x, 0) / ROWS, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
-    at = (tl.load(summaries + page) + offset).to(tl.pointer_type(tl.float16)) + (head * MEANS + mean) * DIM
-    tl.store(at + d, found, mask=d < DIM)
+    found = tl.clamp(tl.sum(x, 0) / ROWS, -LARGEST_HALF, LARGEST_HALF)
+    scale = tl.max(tl.abs(found), 0) / 127.0
+    codes = tl.floor(found / tl.maximum(scale, 1e-30) + 0.5).to(tl.int8)
+    at = tl.load(summaries + page) + offset
+    tl.store(at.to(tl.pointer_type(tl.int8)) + mean * PITCH + d, codes, mask=d < DIM)
+    tl.store((at + heads * MEANS * PITCH).to(tl.pointer_type(tl.float32)) + mean, scale)
 
 
-def summarize(keys: torch.Tensor, summaries: torch.Tensor, offset: int, means: int) -> None:
+def summarize(keys: torch.Tensor, summaries: torch.Tensor, offset: int, each: SummaryLayout) -> None:
     """The means of keys float16 [pages * page_size, kv_heads, dim] to where `summaries`, int64 [pages], says; a layer's
     are `offset` bytes behind."""
     pages, (rows, heads, dim) = len(summaries), keys.shape
-    launch(_summarize, (pages, heads, means))(
-        keys, summaries, offset, dim, padded(dim), means, rows // pages // means, num_warps=1
+    launch(_summarize, (pages, heads, each.means))(
+        keys, summaries, offset, dim, padded(dim), each.pitch, each.means, rows // pages // each.means, num_warps=1
     )  # fmt: skip
 
 
 @triton.jit
-def _load_means(
-    summaries, limits, head, offset, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr
-):
-    """A head's means of BN entries of the table, int32 [BN * MEANS, PAD / 2]; and of each, whether its entry is chosen
-    among, and whether it is there at all.
+def load_means(
+    summaries, limits, tile, head, heads, offset, PAD: tl.constexpr, PITCH: tl.constexpr, MEANS: tl.constexpr,
+    BN: tl.constexpr,
+):  # fmt: skip
+    """Of a head's means of BN entries of the table the codes, int32 [BN * MEANS, PAD / 4], four in a word, and the
+    scales; and of each mean, whether its entry is chosen among, and whether it is there at all.
 
-    They are read two elements in a word: so few registers hold them that all programs of some 2,000 pages find room,
-    and have theirs on the way before they wait for the queries.
+    So few registers hold them that all programs of some 2,000 pages find room, and have theirs on the way before they
+    wait for the queries.
     """
     row = tl.arange(0, BN * MEANS)
-    d = tl.arange(0, PAD // 2)
-    at = tl.program_id(1) * BN + row // MEANS
+    d = tl.arange(0, PAD // 4)
+    at = tile * BN + row // MEANS
     there = (at >= tl.load(limits)) & (at < tl.load(limits + 1))
     base = tl.load(summaries + at, mask=there, other=0)
     known = base != 0
-    p = (base + offset).to(tl.pointer_type(tl.int32)) + ((head * MEANS + row % MEANS) * (DIM // 2))
-    means = tl.load(p[:, None] + d[None, :], mask=known[:, None] & (d < DIM // 2)[None, :], other=0)
-    return means, known, there
+    mean = head * MEANS + row % MEANS
+    p = tl.multiple_of((base + offset + mean * PITCH).to(tl.pointer_type(tl.int32)), 16)
+    codes = tl.load(p[:, None] + d[None, :], mask=known[:, None] & (d < PITCH // 4)[None, :], other=0)
+    p = (base + offset + heads * MEANS * PITCH).to(tl.pointer_type(tl.float32)) + mean
+    return codes, tl.load(p, mask=known, other=0.0), known, there
 
 
 @triton.jit
-def _store_scores(scores, means, known, there, even, odd, room, MEANS: tl.constexpr, BN: tl.constexpr):
-    """The scores of these entries by a pooled query, whose elements are `even` and `odd` ones [PAD / 2]."""
-    s = tl.sum(half_of(means, False) * even[None, :] + half_of(means, True) * odd[None, :], 1)
+def _words(codes, PAD: tl.constexpr):
+    """Whole numbers of 8 bits as floats, [PAD], four in a word: int32 [PAD / 4]."""
+    bytes = tl.reshape(codes.to(tl.int32) & 0xFF, (PAD // 4, 4))
+    return tl.sum(bytes << (8 * tl.arange(0, 4))[None, :], 1)
+
+
+@triton.jit
+def scores_of(q, codes, scales, known, there, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr):
+    """The scores of BN entries by a pooled query, float32 [PAD]: whole multiples of a scale, with 15 bits, so that
+    products with codes are sums of integers."""
+    largest = tl.max(tl.abs(q), 0)
+    scaled = q * tl.where(largest > 1e-30, 127.0 / largest, 0.0)
+    coarse = tl.floor(scaled + 0.5)
+    fine = tl.floor((scaled - coarse) * FINE + 0.5)
+    products = dot4(codes, _words(coarse, PAD)[None, :]) * FINE + dot4(codes, _words(fine, PAD)[None, :])
+    s = tl.sum(products, 1).to(tl.float32) * (scales * (largest / (127.0 * FINE)))
+    s = tl.where(s == s, tl.clamp(s, LEAST, -LEAST), LEAST)
     s = tl.where(known, s, tl.where(there, FORCED, NEVER))
-    best = tl.max(tl.reshape(s, (BN, MEANS)), 1)
-    best = tl.where(best == best, best, LEAST)
-    entry = tl.program_id(1) * BN + tl.arange(0, BN)
-    tl.store(scores + entry, best, mask=entry < room)
+    return tl.max(tl.reshape(s, (BN, MEANS)), 1)
 
 
 @triton.jit(do_not_specialize=["offset", "room"])
 def _score(
     q, summaries, limits, scores, offset, room,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    DIM: tl.constexpr, PAD: tl.constexpr, PITCH: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head, BN entries of the table and a block of queries, q [blocks, kv_heads * GROUP, DIM]."""
+    """One program: a head, BN entries of the table and a block's pooled query, q [blocks, kv_heads, DIM]."""
     head = tl.program_id(0)
-    block = tl.program_id(2)
-    means, known, there = _load_means(summaries, limits, head, offset, DIM, PAD, MEANS, BN)
-    wait_for_previous(PDL)
-    d = tl.arange(0, PAD // 2)
-    even = tl.zeros((PAD // 2,), tl.float32)
-    odd = even
-    first = q + (block * tl.num_programs(0) + head) * GROUP * DIM
-    for g in tl.static_range(GROUP):
-        even += tl.load(first + g * DIM + 2 * d, mask=d < DIM // 2, other=0.0).to(tl.float32)
-        odd += tl.load(first + g * DIM + 2 * d + 1, mask=d < DIM // 2, other=0.0).to(tl.float32)
-    to = scores + (block * tl.num_programs(0) + head) * room
-    _store_scores(to, means, known, there, even / GROUP, odd / GROUP, room, MEANS, BN)
+    heads = tl.num_programs(0)
+    tile = tl.program_id(1)
+    codes, scales, known, there = load_means(summaries, limits, tile, head, heads, offset, PAD, PITCH, MEANS, BN)
+    d = tl.arange(0, PAD)
+    own = tl.program_id(2) * heads + head
+    pooled = tl.load(q + own * DIM + d, mask=d < DIM, other=0.0)
+    found = scores_of(pooled, codes, scales, known, there, PAD, MEANS, BN)
+    entry = tile * BN + tl.arange(0, BN)
+    tl.store(scores + own * room + entry, found, mask=entry < room)
 
 
-@triton.jit(do_not_specialize=["offset", "room", "length", "past"])
-def _score_token(
-    qkv, position, frequencies, bias, q_norm, summaries, limits, scores, offset, room, eps, factor, amplitude, growth,
-    length, past,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr, TURN: tl.constexpr,
-    BIASED: tl.constexpr, NORMED: tl.constexpr, LAST: tl.constexpr, GAIN: tl.constexpr, MEANS: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: a head and BN entries, by what `prepare` (rows.py) makes of the head's queries, beside it."""
-    head = tl.program_id(0)
-    means, known, there = _load_means(summaries, limits, head, offset, DIM, PAD, MEANS, BN)
-    i = tl.arange(0, PAD)
-    at = tl.load(position)
-    c, s = 0.0, 0.0
-    if ROPE > 0:
-        c, s = turning(at, frequencies, ROPE, PAD)
-    wait_for_previous(PDL)
-    q = tl.zeros((PAD,), tl.float32)
-    for g in tl.static_range(GROUP):
-        own = (head * GROUP + g) * DIM
-        x, _ = head_of(qkv + own, bias + own, q_norm, c, s, eps, DIM, PAD, ROPE, BIASED, NORMED, LAST)
-        q += x
-    if GAIN:
-        gain = query_gain(at, growth, length, past)
-        q *= tl.where(i < ROPE, gain * amplitude, gain)
-    if TURN > 0:
-        q = hadamard(q, PAD, TURN)
-    even, odd = tl.split(tl.reshape(q * (factor / GROUP), (PAD // 2, 2)))
-    _store_scores(scores + head * room, means, known, there, even, odd, room, MEANS, BN)
-
-
-@triton.jit(do_not_specialize=["room", "entries"])
-def _pick(scores, table, limits, chosen, room, entries, N: tl.constexpr, PDL: tl.constexpr):
-    """One program: a head, whose best entries go to its list, in the order of the table.
-
-    Scores become numbers of 20 bits, which are as precise as means are. The least number that is read is found two bits
-    at a time: by how many entries have each next pair or a larger one. Of equal ones the first are read.
-    """
-    head = tl.program_id(0)
-    n = tl.arange(0, N)
-    end = tl.load(limits + 1).to(tl.int32)
-    count = tl.load(limits + 2).to(tl.int32)
-    words = tl.load(table + n, mask=n < entries, other=0)
-    wait_for_previous(PDL)
-    s = tl.load(scores + head * room + n, mask=n < end, other=NEVER)
-    bits = s.to(tl.int32, bitcast=True)
-    number = (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> 12) + (1 << 19)
-    number = tl.where(s > NEVER, number, -1)
-    least = 0
-    for i in tl.static_range(10):
-        step = 1 << (18 - 2 * i)
-        one = tl.sum((number >= least + step).to(tl.int32), 0)
-        two = tl.sum((number >= least + 2 * step).to(tl.int32), 0)
-        three = tl.sum((number >= least + 3 * step).to(tl.int32), 0)
-        least += tl.where(three >= count, 3, tl.where(two >= count, 2, tl.where(one >= count, 1, 0))) * step
-    more, same = (number > least).to(tl.int32), (number == least).to(tl.int32)
-    left = count - tl.sum(more, 0)  # of those that are as good as the least one
-    before, alike = tl.cumsum(more, 0), tl.cumsum(same, 0)
-    place = before + tl.minimum(alike, left) - 1
-    tl.store(chosen + head * room + place, words, mask=(more > 0) | ((same > 0) & (alike <= left)))
-
-
-def score(
-    q: torch.Tensor, group: int, pages: DevicePages, scores: torch.Tensor, summaries: torch.Tensor,
-    limits: torch.Tensor, entries: int, pdl: int = SERIAL,
-) -> None:  # fmt: skip
-    """Scores float32 [blocks, kv_heads, room] of the first `entries` of `summaries`, int64 [n], of which those from
-    limits[0] to limits[1] are there. q float16 or float32 [blocks, kv_heads * group, dim_k]."""
-    r, blocks = pages.record, scores.shape[0]
-    each = max(1, TILE // pages.means)
-    launch(_score, (r.kv_heads, triton.cdiv(entries, each), blocks))(
-        q, summaries, limits, scores, pages.summary_offset, scores.shape[2],
-        group, r.dim_k, padded(r.dim_k), pages.means, each, pdl, **launch_options(pdl, 4),
+def score(q: torch.Tensor, pages: DevicePages, summaries: torch.Tensor) -> torch.Tensor:
+    """What the pages of `summaries`, int64 [n], score by pooled queries, q float32 [blocks, kv_heads, dim_k]: float32
+    [blocks, kv_heads, n]."""
+    r, told, n = pages.record, pages.summary, len(summaries)
+    assert told is not None
+    scores = torch.empty(*q.shape[:2], n, device=q.device)
+    limits = torch.tensor([0, n], dtype=torch.int64).to(q.device)
+    each = max(1, TILE // told.means)
+    launch(_score, (r.kv_heads, triton.cdiv(n, each), len(q)))(
+        q, summaries, limits, scores, pages.layer * told.bytes, n, r.dim_k, padded(r.dim_k), told.pitch, told.means,
+        each, **launch_options(SERIAL, 4),
     )  # fmt: skip
-
-
-def score_token(qkv: torch.Tensor, layer: AttentionLayer, pages: DevicePages, entries: int, pdl: int = SERIAL) -> None:
-    """Scores for the queries that `prepare` makes of a token's projections, qkv float32 [1, n], which may run beside
-    this: see `score`. `entries`: of the table, at most."""
-    r, some = pages.record, pages.lists.selection
-    assert some is not None
-    frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
-    present = (qkv if x is None else x for x in (frequencies, layer.bias, layer.q_norm))  # something stands for none
-    gains = layer.amplitude != 1 or layer.temperature is not None
-    each = max(1, TOKEN_TILE // pages.means)
-    launch(_score_token, (r.kv_heads, triton.cdiv(min(entries, some.chosen.shape[1]), each)))(
-        qkv, pages.lists.position, *present, some.summaries, some.limits, some.scores, pages.summary_offset,
-        some.scores.shape[2], layer.eps, layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)),
-        layer.heads // r.kv_heads, r.dim_k, padded(r.dim_k), 0 if frequencies is None else 2 * frequencies.shape[0],
-        block(r.dim_k) if pages.rotated[0] else 0, layer.bias is not None, layer.q_norm is not None, layer.norms_last,
-        gains, pages.means, each, pdl, **launch_options(pdl, 4),
-    )  # fmt: skip
-
-
-def choose(queries: Queries, pages: DevicePages, entries: int, pdl: int = SERIAL, scored: bool = False) -> torch.Tensor:
-    """What a token reads of the table, in its order: int64 [kv_heads, room] words, of each head as many as `HostLists`
-    counted. `entries`: of the table, at most. `scored`: `score_token` was there before."""
-    r, lists = pages.record, pages.lists
-    some = lists.selection
-    assert some is not None
-    entries = min(entries, some.chosen.shape[1])
-    if not scored:
-        heads = queries.q.shape[1] // r.kv_heads
-        score(queries.q, heads, pages, some.scores, some.summaries, some.limits, entries, pdl)
-    take_best(some, lists.table, entries, pdl)
-    return some.chosen
-
-
-def take_best(some: Selected, table: torch.Tensor, entries: int, pdl: int = SERIAL) -> None:
-    """The words of the best of the first `entries` of the table, by `some.scores`, to `some.chosen`."""
-    heads, room = some.chosen.shape
-    n = triton.next_power_of_2(entries)
-    launch(_pick, (heads,))(
-        some.scores, table, some.limits, some.chosen, room, entries, n, pdl,
-        **launch_options(pdl, max(1, min(32, n // 128))),
-    )  # fmt: skip
+    return scores
 
 
 def mask(queries: Queries, pages: DevicePages, choice: Choice, start: int) -> torch.Tensor:
@@ -237,10 +151,7 @@ def mask(queries: Queries, pages: DevicePages, choice: Choice, start: int) -> to
     sums = each.view(blocks, CHOICE_BLOCK, r.kv_heads, r.dim_k).sum(1)
     ends = torch.arange(blocks, device=sums.device) * CHOICE_BLOCK - front
     counts = (ends + CHOICE_BLOCK).clamp(max=t) - ends.clamp(min=0)
-    scores = torch.empty(blocks, r.kv_heads, hi - lo, device=sums.device)
-    limits = torch.tensor([0, hi - lo], dtype=torch.int64).to(sums.device)
-    score(sums / counts[:, None, None], 1, pages, scores, some.summaries[lo:hi], limits, hi - lo)
-    scores = scores.transpose(0, 1)
+    scores = score(sums / counts[:, None, None], pages, some.summaries[lo:hi]).transpose(0, 1)
     forced = scores >= FORCED.value
     among = scores.masked_fill(forced, -torch.inf)
     if choice.pages:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvcli.codecs import RecordLayout
+from kvcli.codecs import RecordLayout, SummaryLayout
 from kvcli.kernels.gpu.places import words
 from kvcli.kernels.gpu.shares import Class, Shares, shares
 from kvcli.kernels.paged import CENTRE_ROWS, Angles, PagedKV
@@ -53,17 +53,19 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Selected:
-    """What queries choose among, and where the choice of one goes (choosing.py).
+    """What queries choose among, and where the choice of one goes (picking.py).
 
     `summaries`: int64 [n], beside the table: where the means of a page's keys are, 0 = it is read in any case. A token
     reads `pages` of the entries from limits[0] to limits[1] and those without means, limits[2] in all, int64 [3]:
-    `scores` float32 and `chosen` int64 words, of each head [room].
+    `scores` float32 and `chosen` int64 words, of each head, [kv_heads, room]. `done`: int32 [kv_heads], 0 between
+    tokens.
     """
 
     summaries: torch.Tensor
     limits: torch.Tensor
     scores: torch.Tensor
     chosen: torch.Tensor
+    done: torch.Tensor
     pages: int
 
 
@@ -131,9 +133,8 @@ class DevicePages:
 
     `offset`: bytes from a page's address to this layer's records. `centre`: float32 [kv_heads, dim_k], as in `Basis`.
     `scale_k`, `scale_v`: float32 [kv_heads], for codecs with one scale a head. `angles`: float16 [n, rope_dim], cosines
-    then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE. Where queries
-    choose pages, each has so many `means` of keys, which stand `summary_offset` bytes behind those of the first layer.
-    `layer`: which one it is of the group's layers, where a token's probabilities are noted.
+    then sines at the middle of each CENTRE_ROWS rows of the pages, slot after slot; None without RoPE. `layer`:
+    which one it is of the group's layers. `summary`: what tells of the keys of a page, where queries choose.
     Where rows are `apart`, `centre`, `scale_k` and `scale_v` are of each: [rows, kv_heads, ...].
     """
 
@@ -145,9 +146,14 @@ class DevicePages:
     scale_k: torch.Tensor | None = None
     scale_v: torch.Tensor | None = None
     angles: torch.Tensor | None = None
-    summary_offset: int = 0
-    means: int = 0
     layer: int = 0
+    summary: SummaryLayout | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the step is a token that does not read all pages of the table."""
+        some = self.lists.selection
+        return some is not None and some.pages > 0 and len(self.lists.shift) == 1 and not self.lists.apart
 
     @property
     def rotated(self) -> tuple[bool, bool]:
@@ -269,9 +275,9 @@ def _on_device(lists: HostLists, asked: Asked, kv: PagedKV, device: torch.device
 
 def selected(summaries: torch.Tensor, limits: torch.Tensor, kv_heads: int, pages: int) -> Selected:
     """With room for what tokens choose."""
-    n, device = len(summaries), summaries.device
-    scores = torch.zeros(1, kv_heads, n, device=device)
-    return Selected(summaries, limits, scores, torch.zeros(kv_heads, n, dtype=torch.int64, device=device), pages)
+    room, device = -(-len(summaries) // 16) * 16, summaries.device  # kernels read several at a time
+    scores, chosen = (torch.zeros(kv_heads, room, dtype=each, device=device) for each in (torch.float32, torch.int64))
+    return Selected(summaries, limits, scores, chosen, torch.zeros(kv_heads, dtype=torch.int32, device=device), pages)
 
 
 def half_angles(angles: Angles, device: torch.device | str) -> torch.Tensor:
@@ -291,15 +297,8 @@ def device_pages(
     centre, scale_k, scale_v = _basis(kv, device)
     opened = DevicePages(kv.open.record, lists, kv.open.offset) if kv.open else None
     angles = None if centre is None else angles
-    summaries, r = kv.entries.summaries, kv.record
-    means = 0 if summaries is None else summaries.means
-    offset = summary_bytes(r, means) * kv.layer
-    return DevicePages(r, lists, kv.offset, opened, centre, scale_k, scale_v, angles, offset, means)
-
-
-def summary_bytes(record: RecordLayout, means: int) -> int:
-    """Of a layer's means of a page, float16."""
-    return 2 * record.kv_heads * means * record.dim_k
+    told = None if kv.entries.summaries is None else kv.entries.summaries.layout
+    return DevicePages(kv.record, lists, kv.offset, opened, centre, scale_k, scale_v, angles, kv.layer, told)
 
 
 def _basis(kv: PagedKV, device: torch.device | str) -> tuple[torch.Tensor | None, ...]:

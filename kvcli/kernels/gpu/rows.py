@@ -7,13 +7,14 @@ query is scaled and kept as float16, a key or a value is written to its page. Th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu.language import SERIAL, wait_at_end, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.settle import norm_heads_together
@@ -141,28 +142,21 @@ def row_and_page(t, position, into, SIZE: tl.constexpr, APART: tl.constexpr):
         return at, tl.load(into + (at // SIZE - start // SIZE))
 
 
-@triton.jit(do_not_specialize=["offset", "length", "past"])
-def _prepare(
-    qkv, position, shift, into, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, offset, eps, factor, amplitude,
+@triton.jit
+def prepare_head(
+    t, rows, head, at, page, qkv, shift, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, eps, factor, amplitude,
     growth, length, past,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
     PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
-    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, SPARE: tl.constexpr, APART: tl.constexpr,
-    STORES: tl.constexpr, PDL: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, APART: tl.constexpr, STORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
-    Hadamard rotation; 0 = none. SPARE, APART: see `PageLists`. Without STORES there are queries alone."""
-    t = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    """Row t of a step of `rows`, at a position and of a page at these, and a head: what one program of `prepare`
+    does."""
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V if STORES else HEADS * DIM_K
     i = tl.arange(0, PAD_K)
-    at, word = row_and_page(t, position, into, SIZE, APART)
-    if SPARE:  # noqa: SIM102 - a constant: else the test is not compiled
-        if word == 0:  # what is written into a slot that no row has is written again when one comes
-            return
-    page = word + offset
     place = at % SIZE
     inside = at
     to = t
@@ -170,7 +164,7 @@ def _prepare(
         FIRST: tl.constexpr = HEADS + 2 * KV_HEADS if STORES else HEADS
         if head >= FIRST:
             inside = at - tl.load(shift + t)
-            to = t + tl.num_programs(0)
+            to = t + rows
             head -= FIRST
     c, s = 0.0, 0.0
     if ROPE > 0:
@@ -223,7 +217,32 @@ def _prepare(
             if TURN_V > 0:
                 value = hadamard(value, PAD_V, TURN_V)
             store_row(page + h * RECORD + V_OFFSET + place * V_ROW, value, DIM_V, PAD_V, CODEC_V)
-    wait_at_end(PDL)
+
+
+@triton.jit(do_not_specialize=["offset", "length", "past"])
+def _prepare(
+    position, into, offset,
+    qkv, shift, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, eps, factor, amplitude, growth, length, past,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, PAD_K: tl.constexpr, DIM_V: tl.constexpr,
+    PAD_V: tl.constexpr, ROPE: tl.constexpr, SIZE: tl.constexpr, RECORD: tl.constexpr, K_ROW: tl.constexpr,
+    V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
+    TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
+    LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, APART: tl.constexpr, STORES: tl.constexpr,
+    SPARE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
+    Hadamard rotation; 0 = none. SPARE, APART: see `PageLists`. Without STORES there are queries alone."""
+    t = tl.program_id(0).to(tl.int64)
+    at, word = row_and_page(t, position, into, SIZE, APART)
+    if SPARE:  # noqa: SIM102 - a constant: else the test is not compiled
+        if word == 0:  # what is written into a slot that no row has is written again when one comes
+            return
+    prepare_head(
+        t, tl.num_programs(0), tl.program_id(1), at, word + offset, qkv, shift, frequencies, bias, q_norm, k_norm,
+        centre, q, qc, qb, eps, factor, amplitude, growth, length, past, HEADS, KV_HEADS, DIM_K, PAD_K, DIM_V, PAD_V,
+        ROPE, SIZE, RECORD, K_ROW, V_ROW, V_OFFSET, CODEC_K, CODEC_V, TURN_K, TURN_V, BIASED, Q_NORMED, K_NORMED,
+        CENTRED, LAST, GAIN, TURNS, APART, STORES, PDL,
+    )  # fmt: skip
 
 
 def prepare(
@@ -237,6 +256,15 @@ def prepare(
 
     Of a layer that does not store, qkv is [T, heads * dim_k].
     """
+    out, programs, given = arguments(qkv, layer, pages, out)
+    launch(_prepare, (qkv.shape[0], programs))(*given, pages.lists.spare, pdl, **launch_options(pdl, 1))
+    return out
+
+
+def arguments(
+    qkv: torch.Tensor, layer: AttentionLayer, pages: DevicePages, out: Queries | None
+) -> tuple[Queries, int, tuple[Any, ...]]:
+    """Where the queries of `prepare` go, how many programs a row has, and what these take of all but the launch."""
     r, lists, rows, heads = pages.record, pages.lists, qkv.shape[0], layer.heads
     target, into = pages.where_rows_go
     frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
@@ -247,16 +275,15 @@ def prepare(
     present = (
         qkv if x is None else x for x in (frequencies, layer.bias, layer.q_norm, layer.k_norm, pages.centre)
     )  # something stands for what is not there
-    launch(_prepare, (rows, heads * (1 + lists.turns) + 2 * r.kv_heads * layer.stores))(
-        qkv, lists.position, lists.shift, into, *present, out.q, out.qc, out.qb, target.offset, layer.eps,
+    return out, heads * (1 + lists.turns) + 2 * r.kv_heads * layer.stores, (
+        lists.position, into, target.offset, qkv, lists.shift, *present, out.q, out.qc, out.qb, layer.eps,
         layer.scale * LOG2_E, layer.amplitude, *(layer.temperature or (0.0, 1, 0)), heads, r.kv_heads, r.dim_k,
         padded(r.dim_k), r.dim_v, padded(r.dim_v), rope, r.page_size, o.record_bytes, o.k_row_bytes, o.v_row_bytes,
         o.v_offset, o.codec_k.numbers, o.codec_v.numbers, block(r.dim_k) if rotated_k else 0,
         block(r.dim_v) if rotated_v else 0, layer.bias is not None, layer.q_norm is not None, layer.k_norm is not None,
         pages.centre is not None, layer.norms_last, layer.amplitude != 1 or layer.temperature is not None, lists.turns,
-        lists.spare, lists.apart, layer.stores, pdl, **launch_options(pdl, 1),
+        lists.apart, layer.stores,
     )  # fmt: skip
-    return out
 
 
 def with_values(qkv: torch.Tensor, layer: AttentionLayer, kv_heads: int, dims: tuple[int, int]) -> torch.Tensor:

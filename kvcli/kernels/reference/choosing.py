@@ -1,8 +1,8 @@
 """Which pages queries read where they do not read all: the plain-torch reference. Summaries of pages, too.
 
 A page's score is the largest product of the pooled query (the mean of those of a block and of the heads of a key-value
-group, in the basis of the cached keys) with one of the means of its keys. Quest (arXiv 2406.10774) scores by bounds of
-the keys; of pages of 64 rows means find better ones.
+group, in the basis of the cached keys) with one of the means of its keys, which are kept in 8 bits. Quest (arXiv
+2406.10774) scores by bounds of the keys; of pages of 64 rows means find better ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from kvcli.kernels.paged import CHOICE_BLOCK, Angles, PagedKV
 from kvcli.kernels.reference.sums import dot, split
 
-LARGEST_HALF = 65504.0
+LARGEST = 65504.0  # element of a mean
+LARGEST_CODE, LEAST_SCALE = 127, 1e-30
 
 
 def choose(q: torch.Tensor, kv: PagedKV, start: int, scale: float) -> torch.Tensor:
@@ -24,11 +25,12 @@ def choose(q: torch.Tensor, kv: PagedKV, start: int, scale: float) -> torch.Tens
     assert kv.choice is not None
     pooled, scores = _pooled(q, kv.record.kv_heads, start), []
     for at in range(len(kv.entries)):
-        means = kv.summary(at)
-        if means is None:
+        told = kv.summary(at)
+        if told is None:
             scores.append(pooled.new_full(pooled.shape[:2], torch.inf))
         else:
-            scores.append(dot(split(pooled), means.float()).amax(-1) * scale)
+            codes, scales = told
+            scores.append((dot(split(pooled), codes.float()) * scales[:, None]).amax(-1) * scale)
     found = torch.stack(scores, -1)
     asked = ~found.isinf()
     if kv.choice.pages:
@@ -52,11 +54,13 @@ def summarize(kv: PagedKV, which: np.ndarray, angles: Angles | None = None) -> N
     `PagedKV.centres`."""
     size = kv.record.page_size
     for at in which.tolist():
-        means = kv.summary(at)
-        assert means is not None
+        told = kv.summary(at)
+        assert told is not None
+        codes, scales = told
         keys, _ = kv.rows(kv.entries.memory[at], 0, size)
         centre = kv.centre(at, angles)
         if centre is not None:
             keys = keys + centre
-        found = keys.unflatten(1, (means.shape[1], -1)).mean(2)
-        means.copy_(found.clamp(-LARGEST_HALF, LARGEST_HALF))
+        means = keys.unflatten(1, (codes.shape[1], -1)).mean(2).clamp(-LARGEST, LARGEST)
+        scales.copy_(means.abs().amax(-1) / LARGEST_CODE)
+        codes.copy_((means / scales.clamp(min=LEAST_SCALE)[..., None]).round())

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from kvcli.codecs import Codec, RecordLayout, at_least_16
+from kvcli.codecs import Codec, RecordLayout, SummaryLayout, at_least_16
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.config import CHUNKED, LATENT, SLIDING, WINDOWED
 
 CHUNK_BYTES = 2 << 20  # the pool commits memory in steps of at most this, and at least one page
 RUN_BYTES = 1 << 20  # where chunks are by layer: in steps of at least this of each layer
 CENTRE_BYTES = 4  # an element of the mean of keys is a float32
-SUMMARY_BYTES = 2  # an element of a page's summary is a float16
 MEAN_ROWS = 16  # whose keys share a mean in it
 
 
@@ -68,12 +67,12 @@ class GroupLayout:
     @property
     def summary_bytes(self) -> int:
         """Bytes of the summary of a page, in all layers: means of its keys; 0 where there is none."""
-        return len(self.layers) * self.kv_heads * self.means * self.dim_k * SUMMARY_BYTES if self.summarized else 0
+        return len(self.layers) * self.summary.bytes if self.summarized else 0
 
     @property
-    def means(self) -> int:
-        """Of a page in its summary."""
-        return self.page_size // MEAN_ROWS
+    def summary(self) -> SummaryLayout:
+        """What is told of the keys of a page and layer."""
+        return SummaryLayout(self.kv_heads, self.page_size // MEAN_ROWS, self.dim_k)
 
     @property
     def held_bytes(self) -> int:

@@ -312,7 +312,7 @@ class PageList:
         addresses = np.zeros(len(entries), np.int64)
         found = PoolSummaries(self.closed.pool, self.closed.arena, entries.memory.pages)
         addresses[among] = found.addresses[among]
-        return Summaries(addresses, found, self.layout.means)
+        return Summaries(addresses, found, self.layout.summary)
 
     def _listed(self, form: Form, shown: Shown, start: int, into: np.ndarray) -> tuple[Entries, Into]:
         """The class of pages that `form` holds: what is there of `shown`, as far as queries from `start` on see it."""

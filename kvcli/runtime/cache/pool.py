@@ -49,8 +49,7 @@ class _Arena:
         self.pages.extend(chunk)
         self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
         if isinstance(self.layout, GroupLayout) and self.layout.summarized:
-            shape = pages, layers, self.layout.kv_heads, self.layout.means, self.layout.dim_k
-            summaries = torch.zeros(shape, dtype=torch.float16, device=self.device)
+            summaries = torch.zeros(pages, layers, self.layout.summary.bytes, dtype=torch.uint8, device=self.device)
             self.summaries.extend(summaries)
             self.summary_addresses = np.append(self.summary_addresses, [each.data_ptr() for each in summaries])
             self.summarized = np.append(self.summarized, np.zeros(pages, dtype=bool))
@@ -187,7 +186,7 @@ class PagePool:
         return a.summary_addresses[pages], ~a.summarized[pages]
 
     def summary(self, arena: int, page: int) -> torch.Tensor:
-        """The means of the page's keys: float16 [layers, kv_heads, means, dim_k], writable; see `settle_summaries`."""
+        """What tells of the page's keys (`SummaryLayout`): uint8 [layers, bytes], writable; see `settle_summaries`."""
         return self._arenas[arena].summaries[page]
 
     def settle_summaries(self, arena: int, pages: list[int]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvcli.api.planning import Outcome, Query
 from kvcli.cli.commands.estimate.view import Report
 from kvcli.codecs import ALIGN
-from kvcli.runtime.cache.grouplayout import SUMMARY_BYTES, GroupLayout
+from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.config import CHUNKED, LATENT, WINDOWED
 
 _OF_ROWS = "keys", "values", "K", "V"  # parts of a row, in words and in sums
@@ -79,8 +79,9 @@ def _arena(report: Report, g: GroupLayout, title: str, count: int, pages: str) -
     yield f"    a record: {size} × {each}, to a multiple of {ALIGN} = {record.record_bytes:,} B"
     yield f"    a page: {len(g.layers)} × {g.kv_heads} × {record.record_bytes:,} = {g.page_bytes:,} B"
     if g.summarized:
-        means = f"{len(g.layers)} × {g.kv_heads} × {g.means} means × {g.dim_k} × {SUMMARY_BYTES}"
-        yield f"    its summary: {means} = {g.summary_bytes:,} B"
+        told = g.summary
+        means = f"{told.kv_heads} × {told.means} means × ({told.pitch} + 4), to a multiple of 16 = {told.bytes:,} B"
+        yield f"    its summary: {len(g.layers)} × {means}, {g.summary_bytes:,} B in all"
     yield f"    pages: {pages} = {count:,}"
     chunks = -(-count // g.pages_per_chunk)
     figures = f"{chunks:,} × {g.pages_per_chunk} pages × {g.held_bytes:,} = {g.committed_bytes(count):,} B"

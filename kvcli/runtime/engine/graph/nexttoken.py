@@ -105,7 +105,8 @@ class NextToken:
     def _launch_summaries(self, group: int) -> None:
         for pages, means in self._pages.summarized(group):
             keys, _ = past.stage(pages, 0, 1)
-            summarize(keys, means, pages.summary_offset, pages.means)
+            assert pages.summary is not None
+            summarize(keys, means, pages.layer * pages.summary.bytes, pages.summary)
 
     def _replay(self, bucket: int, part: Part) -> torch.Tensor:
         """Compute the part's row, which sees up to `bucket` rows, by the graph for that many."""

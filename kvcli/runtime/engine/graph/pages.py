@@ -23,7 +23,6 @@ from kvcli.kernels.gpu.pages import (
     Sealing,
     half_angles,
     selected,
-    summary_bytes,
 )
 from kvcli.kernels.gpu.places import check_slots, words
 from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NoRoom, next_change
@@ -297,7 +296,7 @@ class GraphPages:
             group.record, lists, i * group.layer_stride,
             DevicePages(opened.record, lists, i * opened.layer_stride) if opened else None, centre, scale_k, scale_v,
             tables.centres.of(rope) if tables.centres and rope else None,
-            i * summary_bytes(group.record, group.means), group.means, i,
+            i, group.summary if group.summarized else None,
         )  # fmt: skip
 
     def _empty_bases(self, group: GroupLayout, device: torch.device) -> tuple[torch.Tensor | None, ...]:

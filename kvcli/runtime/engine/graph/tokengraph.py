@@ -16,14 +16,14 @@ from kvcli.kernels import ExpertLayer
 from kvcli.kernels.gpu import expand
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.choosing import score_token
 from kvcli.kernels.gpu.combine import combine, quantize
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import ACTS, AFTER, BESIDE, INTERPRETED, LEADING, SERIAL
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.noting import note
+from kvcli.kernels.gpu.picking import prepare
 from kvcli.kernels.gpu.products import MAX_GROUPS, Activations, Norm, advance, matvec, parts_of
-from kvcli.kernels.gpu.rows import Queries, normed_together, prepare
+from kvcli.kernels.gpu.rows import Queries, normed_together
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.kernels.gpu.settle import LAYER_NORM, NO_NORM, RMS_NORM, UNCHANGED, NextNorm, activate, settle
 from kvcli.runtime.cache.layout import KVLayout
@@ -183,14 +183,11 @@ class TokenGraph(NextToken):
         pages, qkv = self._pages.layers[layer], self._project(inner.qkv, self.projected[i])
         how = normed_together(qkv, how, pages.record.dim_k)
         tables, _ = self._pages.of(layer)
-        chooses = tables.chosen > 0
-        if chooses:
-            score_token(qkv, how, pages, tables.entries(bucket), LEADING if pdl else SERIAL)
-        queries = prepare(qkv, how, pages, self._queries[layer], BESIDE if chooses and pdl else pdl)
+        queries = prepare(qkv, how, pages, self._queries[layer], pdl, tables.entries(bucket))
         if pages.open is not None and not tables.group.tail:  # the query reads its own row sealed
             seal_step(pages, pdl, by_row=True)
         partials = self._partials_of(layer, tables.parts(bucket))
-        attend(queries, pages, how.window, how.softcap, partials, pdl, entries=tables.entries(bucket), scored=chooses)
+        attend(queries, pages, how.window, how.softcap, partials, pdl)
         noted = pages.lists.noted is not None
         found = combine(
             partials, pages, None if inner.gate else self.heads[i], LEADING if noted and pdl else pdl, how.sinks
