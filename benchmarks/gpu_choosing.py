@@ -6,7 +6,7 @@
 
 K is a quarter of all pages. Beside it stands a context a quarter as long of which everything is read; `speed` is its
 time over that of `pages:K`. Microseconds a layer are those that a profiler sees, in which kernels that are launched
-ahead also wait. A table, then one JSON line.
+ahead also wait, with those of the quarter in parentheses. A table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ environment.prepare()  # before torch is imported
 
 import torch  # noqa: E402
 
+from kvcli.kernels.gpu import attention, combine, noting, picking, rows  # noqa: E402
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions  # noqa: E402
 from kvcli.runtime.engine.engine import Engine  # noqa: E402
 from kvcli.runtime.engine.loaded import LoadedModel  # noqa: E402
 from kvcli.runtime.engine.opened import Opened  # noqa: E402
 
 TOKENS, REPEATS = 40, 5
-CHOOSING, NOTING = ("_score", "_rank", "_attend", "_combine"), ("_attend", "_note", "_combine")
+READING = {"attention": (attention._attend,), "merging": (combine._combine,)}
+CHOOSING = {"queries": (rows._prepare, picking._prepare_and_pick), **READING}
+NOTING = {**READING, "noting": (noting._note,)}
 
 
-def token_ms(engine: Engine, rows: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a token behind so many rows, and microseconds of a layer by kernel."""
+def token_ms(engine: Engine, length: int) -> tuple[float, dict[str, float]]:
+    """Milliseconds of a token behind `length` rows, and microseconds of a layer by kernel."""
     seq, graph = engine.new_sequence(), engine.graph
     assert graph is not None
     if seq.selector:
-        seq.selector.expect(rows)
-    ids = torch.randint(5, 30000, (rows,), generator=torch.manual_seed(1)).tolist()
-    for start, end in engine.chunks(0, rows):
+        seq.selector.expect(length)
+    ids = torch.randint(5, 30000, (length,), generator=torch.manual_seed(1)).tolist()
+    for start, end in engine.chunks(0, length):
         engine.forward(seq, ids[start:end])
     graph.unbind()
     if seq.selector:
-        assert seq.selector.notes(rows + 1)
+        assert seq.selector.notes(length + 1)
 
     def some(n: int) -> None:
         for i in range(n):
@@ -67,6 +70,10 @@ def token_ms(engine: Engine, rows: int) -> tuple[float, dict[str, float]]:
     return statistics.median(times), dict(found)
 
 
+def us_of(kernels: tuple[Any, ...], found: dict[str, float]) -> float:
+    return sum(found.get(kernel.__name__, 0.0) for kernel in kernels)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -74,7 +81,7 @@ def main() -> None:
     parser.add_argument("--tokens")
     parser.add_argument("--noting", action="store_true")
     options = parser.parse_args()
-    load, rows = LoadOptions(str(options.model)), []
+    load, table = LoadOptions(str(options.model)), []
     loaded, noting = None, options.noting
     (one, other_one), kernels = (("noted", "not") if noting else ("pages:K", "quarter")), NOTING if noting else CHOOSING
     print(f"{'tokens':>7} {'cache':5} {one:>8} {other_one:>8} {'speed':>6}  us a layer")
@@ -97,10 +104,10 @@ def main() -> None:
             (chosen, by_kernel), (whole, other) = found
             each, of_other = ({n: round(us, 1) for n, us in x.items() if us > 0.5} for x in (by_kernel, other))
             row = {"tokens": tokens, "cache": kind, one: chosen, other_one: whole, "speed": whole / chosen}
-            rows.append({**row, "us": each, "us of the other": of_other})
-            few = " ".join(f"{n} {each.get(n, 0):.1f} ({of_other.get(n, 0):.1f})" for n in kernels)
+            table.append({**row, "us": each, "us of the other": of_other})
+            few = " ".join(f"{n} {us_of(k, each):.1f} ({us_of(k, of_other):.1f})" for n, k in kernels.items())
             print(f"{tokens:7} {kind:5} {chosen:8.3f} {whole:8.3f} {whole / chosen:6.2f}  {few}", flush=True)
-    print(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}))
+    print(json.dumps({"device": torch.cuda.get_device_name(), "rows": table}))
 
 
 if __name__ == "__main__":

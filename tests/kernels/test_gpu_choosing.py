@@ -86,7 +86,7 @@ class Layer:
         (70, (0, 0, 0), (), "f16"),
         (300, (3, 290, 40), (3, 128, 289), "f16"),
         (1100, (1, 1100, 500), (7,), "int4"),
-        pytest.param(16500, (0, 16500, 9000), (7,), "f16", marks=pytest.mark.thorough),
+        pytest.param(16500, (0, 16500, 9000), (7,), "f16", marks=COMPILED),
     ],
 )
 def test_the_best_of_many(entries: int, limits: tuple[int, int, int], forced: tuple[int, ...], types: str) -> None:
