@@ -6,7 +6,7 @@
 
 `pages`: every row from `--from` on reads the first page, its own, the one before and a share of all pages, chosen for
 it and for each key-value head: the recent ones, the best by bounds of their keys (Quest, arXiv 2406.10774) or by means
-of 16 of them, which is what `kv` does, and the best by the true sum of weights, which no rule can beat. `prefill`
+of 16 of them, in 8 bits as `kv` has them, and the best by the true sum of weights, which no rule can beat. `prefill`
 computes a text by `--prefill-sparse` from its second step on, and says which share of the pages before a step the rule
 read. `heads`: rows that SnapKV keeps of a prompt, as many in each key-value head or, as Ada-KV has it (arXiv
 2407.11550), as many in each layer; behind passages and behind texts whose question comes later. All compare with all
