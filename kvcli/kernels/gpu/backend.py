@@ -20,7 +20,7 @@ import torch
 from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer, Rope, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
-from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentpast, latentrows, latents, past, wide
+from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentpast, latentrows, latents, past, picking, wide
 from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
 from kvcli.kernels.gpu.basis import fix_basis
 from kvcli.kernels.gpu.chip import Chip
@@ -42,7 +42,6 @@ from kvcli.kernels.gpu.pages import (
     lists_of_step,
     page_lists,
 )
-from kvcli.kernels.gpu.picking import prepare
 from kvcli.kernels.gpu.places import words
 from kvcli.kernels.gpu.rows import Queries, normed_together, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
@@ -346,11 +345,11 @@ class GpuBackend:
             note_queries(self, q.unflatten(1, (layer.heads, -1)), [part._replace(lo=0, hi=len(q))], layer)
         qkv = with_values(qkv, layer, kv.record.kv_heads, (kv.record.dim_k, kv.record.dim_v))
         layer = normed_together(qkv, layer, kv.record.dim_k)
-        queries = prepare(qkv, layer, self._pages(part, layer, None))
+        queries = picking.prepare(qkv, layer, self._pages(part, layer, None))
         angles = layer.seal(kv, part.start, part.start + len(qkv))
         pages = self._pages(part, layer, angles)
         if kv.basis.known != known:  # keys now have a mean, and queries carry its share of the scores: once more
-            queries = prepare(qkv, layer, pages)
+            queries = picking.prepare(qkv, layer, pages)
         found = attend(queries, pages, layer.window, layer.softcap)
         if any(pages.lists.past):
             past.attend_past(queries, pages, found, kv.choice, part.start, layer.softcap)
@@ -375,7 +374,7 @@ def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer,
     if not record.joined:
         qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
         layer = normed_together(qkv, layer, record.dim_k)
-        make = partial(prepare, qkv, layer, pages, pdl=pdl)
+        make = partial(picking.prepare, qkv, layer, pages, pdl=pdl)
     queries = make()
     if layer.stores and bound.fixes and pages.open is not None:
         fix_basis(pages, _frequencies(layer.rope, qkv.device))
