@@ -88,6 +88,30 @@ def test_entries_are_shared_out(parts: int) -> None:
         whole.spread(2)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_what_runs_of_queries_read_apart(seed: int) -> None:
+    """What is left for a block, and the entries that its run reads apart, are what it is shown; without runs, too."""
+    random = np.random.default_rng(seed)
+    of = random_list(random)
+    pages = np.arange(12)
+    sealed = Shown(pages, 0 * pages, 0 * pages + SIZE, (pages + 1) * SIZE, 0 * pages + NEVER, 0 * pages)
+    for some in (of, entries(sealed)):
+        table = Class.of(some, SIZE, None)
+        firsts = np.arange(3 * SIZE, 12 * SIZE, 4)
+        runs = firsts // (2 * SIZE) - firsts[0] // (2 * SIZE)
+        whole = shares(table, None, firsts, firsts + 3, 0, SIZE)
+        for parts in (runs, None):
+            for least in (1, 3):
+                found, pasts = whole.without_past(least, parts)
+                assert len(pasts) == (runs[-1] + 1 if parts is not None else 1)
+                assert all(hi == lo == 0 or hi - lo >= least for lo, hi in pasts)
+                for block, position in enumerate((firsts + 2).tolist()):
+                    lo, hi = pasts[runs[block] if parts is not None else 0]
+                    apart = [(word, slot, 0) for word in table.words[lo:hi].tolist() for slot in range(SIZE)]
+                    assert sorted(read(found, table, block, position, 0) + apart) == expected(some, position, 0)
+        assert some is of or [hi for _, hi in whole.without_past(1, runs)[1]] == [3, 4, 6, 8, 10]
+
+
 def test_the_next_change() -> None:
     list_of = entries(Rolling(20, 40, SIZE).shown(np.arange(6)))
     changes, at = [], 0

@@ -27,12 +27,10 @@ from kvcli.kernels.gpu.tiles import LARGEST_HALF
 from kvcli.kernels.paged import PagedKV, Stretch
 
 CELLS = 16 * STAGED_ROWS  # keys of all heads that are there at a time
-MANY = 1024  # queries of a step that is worth it for its own rows
+MANY = 2048  # queries of a step that is worth it for its own rows
 OWN_ROWS = 512  # where not all of these see their rows alike, as many are absorbed among themselves
 LEAST_QUERIES = 512
-WORTH = (
-    1 << 24
-)  # queries times rows before them from which it is, with launches, whether absorbed ones have a graph or not
+WORTH = 1 << 23  # queries times rows before them, likewise, whether absorbed ones have a graph or not
 Weighed = tuple[torch.Tensor, torch.Tensor]  # results [T, heads, dim_v], natural logarithms of their weights [heads, T]
 
 
@@ -80,25 +78,36 @@ class Unabsorbed:
         keys, values = ((latents @ x).unflatten(1, (self.heads, -1)) for x in (self._keys, self._values))
         return torch.cat((turned.expand(-1, self.heads, -1), keys), 2), values
 
-    def over(self, lo: int, hi: int, since: int = 0) -> Weighed | None:
-        """Queries from row `since` of the step on over all rows of entries [lo, hi)."""
-        size, found = self.pages.record.page_size, None
-        each = max(LEAST_ROWS, CELLS // self.heads) // size
-        for first in range(lo, hi, each):
-            found = merged(found, library(self.q[since:], *self._rows(first, min(first + each, hi))))
+    @property
+    def _each(self) -> int:
+        """Entries whose keys and values are there at a time."""
+        return max(LEAST_ROWS, CELLS // self.heads) // self.pages.record.page_size
+
+    def over(self, lo: int, hi: int) -> Weighed | None:
+        """All queries over all rows of entries [lo, hi)."""
+        found = None
+        for first in range(lo, hi, self._each):
+            found = merged(found, library(self.q, *self._rows(first, min(first + self._each, hi))))
         return found
 
     def over_runs(self, near: Weighed, start: int, own: int) -> torch.Tensor:
-        """Results of all queries, of which `near` has those over what their runs do not see apart (`Asked.own`): each
-        entry becomes keys and values once, for the runs behind it."""
-        (out, weights), seen = near, next((lo for lo, hi in self.pages.lists.pasts if hi), 0)
-        for number, (_, hi) in enumerate(self.pages.lists.pasts):
-            since = max(0, (start // own + number) * own - start)
-            if (some := self.over(seen, hi, since)) is not None:
-                both, sums = merged((out[since:], weights[:, since:]), some)
-                out, weights = torch.cat((out[:since], both)), torch.cat((weights[:, :since], sums), 1)
-            seen = max(seen, hi)
-        return out
+        """Results of all queries, of which `near` has those over what their runs do not see apart (`Asked.own`)."""
+        pasts, size = self.pages.lists.pasts, self.pages.record.page_size
+        lo, common, last = next((lo for lo, hi in pasts if hi), 0), pasts[0][1], pasts[-1][1]
+        found = merged(self.over(lo, common), near)
+        cuts = [0, *((start // own + n) * own - start for n in range(1, len(pasts))), len(self.q)]
+        for first in range(max(lo, common), last, self._each):  # of the step's own
+            keys, values = self._rows(first, min(first + self._each, last))
+            parts = [
+                library(self.q[a:b], keys[: (hi - first) * size], values[: (hi - first) * size])
+                for a, b, (_, hi) in zip(cuts, cuts[1:], pasts, strict=False)
+                if hi > first
+            ]
+            since = cuts[len(pasts) - len(parts)]
+            some = torch.cat([x for x, _ in parts]), torch.cat([x for _, x in parts], 1)
+            both, sums = merged((found[0][since:], found[1][:, since:]), some)
+            found = torch.cat((found[0][:since], both)), torch.cat((found[1][:, :since], sums), 1)
+        return found[0]
 
     def over_own(self, lo: int, hi: int, start: int) -> Weighed:
         """Each query over the rows from entry lo on up to its own; the first one is at position `start`."""
@@ -157,7 +166,7 @@ def _attend_many(
     absorbed = others.new_zeros(*others.shape[:2], kv.record.dim_v) if alone else ops.by_head(others, keys)
     qkv = torch.cat((torch.cat((turned, absorbed), 2).flatten(1), row), 1)
     own = 0 if alone else OWN_ROWS // kv.record.page_size * kv.record.page_size
-    asked = min(past, own // kv.record.page_size) if own else past, own
+    asked = 1 if own else past, own
     queries = latentrows.prepare(qkv, layer, pages_of(part, layer, None, *asked))
     layer.seal(kv, start, end)
     pages = pages_of(part, layer, None, *asked)
