@@ -130,6 +130,15 @@ def test_exact_experts_are_taken_as_they_are_and_rows_of_the_two_are_told_apart(
     assert torch.equal(ops.rows(one, torch.arange(16)), weights.parts[0].of(1).decode())
 
 
+def test_heads_have_matrices_of_their_own():
+    ops, x, w = native(), beside_poison(7 * 5, 64).view(7, 5, 64), ExpertMatrices((stack("Q8_0", 5, 21, 64),))
+    placed = ops.place_heads(w)
+    found = ops.by_head(x, placed)
+    wanted = fixed_matmul_experts(x.flatten(0, 1), w, torch.arange(5).repeat(7, 1)).view(7, 5, 21)
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    assert same_bits(torch.cat([ops.by_head(x[i : i + 1], placed) for i in range(7)]), found)
+
+
 @pytest.mark.parametrize("biased", (False, True))
 def test_a_mixture_is_that_of_the_reference_and_rows_do_not_depend_on_others(biased: bool):
     ops, x, made = native(), random(33, 64) * 0.1, layer(True, biased)

@@ -10,16 +10,17 @@ import pytest
 import tiny
 import torch
 from expertcases import layer, random, stack
-from kernelcases import backend
+from kernelcases import backend, packed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcli.kernels import ExpertMatrices
+from kvcli.kernels import ExpertMatrices, QuantTensor
 from kvcli.routing import Routing
-from kvcli.runtime.config import FULL, Block, Experts, LayerConfig
+from kvcli.runtime.config import FULL, LATENT, Block, Experts, Latents, LayerConfig
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.ggufheader import TensorInfo
 from kvcli.runtime.headers.shapes import planning_config
 from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.model import latents
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.plan import footprint
 
@@ -84,7 +85,7 @@ def test_experts_that_lie_apart_are_counted_as_those_in_one_tensor():
 
 
 def test_interleaved_experts_are_counted_as_the_engine_keeps_them():
-    """In whole groups of rows, of gate and up each where they are one tensor."""
+    """In whole groups of rows, of gate and up each where they are one tensor, and of heads likewise."""
     config = planning_config(
         "novel", "", [LayerConfig(FULL, 1, 8, 8)], Block(), vocab_size=64, d_model=32, d_ff=0, n_heads=1,
         context_length=64, experts=Experts(Routing(6, 2), 40),
@@ -95,14 +96,38 @@ def test_interleaved_experts_are_counted_as_the_engine_keeps_them():
     gate_up, down, keys = stack("Q8_0", 6, 80, 32), stack("Q5_1", 6, 40, 64), stack("Q8_0", 6, 40, 32)
     ops.place_experts(ExpertMatrices((gate_up.part(0, 40), gate_up.part(40, 80))))
     ops.place_experts(ExpertMatrices((down,)))
+    ops.place_heads(ExpertMatrices((keys,)))
     there = {"ffn_gate_up_exps": gate_up, "ffn_down_exps": down, "attn_k_b": keys}
     tensors = {
         f"blk.0.{name}.weight": TensorInfo(name, (6, x.rows, x.cols), x.type, 0, x.nbytes) for name, x in there.items()
     }
     counted = footprint.weights_of_tensors(tensors, config, CPU)
-    assert counted.packed == ops.interleaved_bytes + keys.nbytes > sum(x.nbytes for x in there.values())
+    assert counted.packed == ops.interleaved_bytes > sum(x.nbytes for x in there.values())
     mapped = footprint.weights_of_tensors(tensors, config, CPU, interleaved=False)
     assert mapped.packed == sum(x.nbytes for x in there.values())
+
+
+def test_keys_and_values_of_heads_in_one_tensor_are_counted_as_the_engine_keeps_them():
+    """Keys are transposed, in float16."""
+    heads, plain, rank, dim_v = 3, 24, 32, 40
+    config = planning_config(
+        "novel", "", [LayerConfig(LATENT, 1, 8, rank)], Block(), vocab_size=64, d_model=32, d_ff=32, n_heads=heads,
+        context_length=64, latents=Latents(plain, dim_v),
+    )  # fmt: skip
+    ops, both = backend(""), packed("Q8_0", heads * (plain + dim_v), rank)
+    if ops.exact:
+        pytest.skip("nothing is interleaved on this processor")
+    name = "blk.0.attn_kv_b.weight"
+
+    class Both(dict):
+        def matrix(self, name: str, rows: int, cols: int) -> QuantTensor:
+            return self[name]
+
+    keys, values = latents._of_heads(Both({name: both}), "blk.0.attn_{}_b", heads, (plain, rank, dim_v))
+    kept = [ops.place_heads(ExpertMatrices((x,))).parts[0] for x in (keys, values)]
+    tensor = TensorInfo(name, (both.rows, rank), both.type, 0, both.nbytes)
+    counted = footprint.weights_of_tensors({name: tensor}, config, CPU)
+    assert counted.packed == sum(x.nbytes for x in kept) and counted.copies == 0
 
 
 def test_a_token_reads_the_experts_that_it_has_and_no_layer_that_is_not_run():

@@ -29,7 +29,7 @@ from kvcli.kernels.experts import experts
 from kvcli.kernels.paged import Angles, PagedKV, Stretch, Watch
 from kvcli.kernels.reference.basis import fix_basis
 from kvcli.kernels.reference.choosing import summarize
-from kvcli.kernels.reference.experts import ExpertMatrices, by_head, place_experts
+from kvcli.kernels.reference.experts import ExpertMatrices, by_head
 from kvcli.kernels.reference.matmul import QuantTensor, add_changed_rows, add_changes, place
 from kvcli.kernels.reference.pointwise import activated, gated, softcap
 from kvcli.routing import GATINGS, Routing
@@ -124,7 +124,6 @@ class NativeBackend:
     name: Literal["native"] = "native"
     device = torch.device("cpu")
     place_rows = staticmethod(place)
-    place_heads = staticmethod(place_experts)
 
     def __init__(self, threads: int, isa: str = "", exact: bool = False) -> None:
         self._lib = library()
@@ -173,7 +172,7 @@ class NativeBackend:
     @property
     def arithmetic(self) -> str:
         """See `kernels`."""
-        fixed = " rows in fixed point" + " of experts, too" * self._with_experts
+        fixed = " rows in fixed point" + ", of experts and heads, too" * self._with_experts
         return f"cpu native {self.isa}{'' if self.exact else fixed}"
 
     def place(self, weights: tuple[QuantTensor, ...], paired: bool = False) -> tuple[Matrix, ...]:
@@ -182,6 +181,10 @@ class NativeBackend:
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> ExpertMatrices | PlacedExperts:
         """Likewise matrices of experts."""
+        return self.place_heads(weights)
+
+    def place_heads(self, weights: ExpertMatrices) -> ExpertMatrices | PlacedExperts:
+        """And those of heads."""
         if self.exact:
             return weights
         placed = PlacedExperts(tuple(map(self._interleaver.experts, weights.parts)), weights.bias)

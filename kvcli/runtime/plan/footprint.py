@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
+from kvcli.blockformats import INTERLEAVED
 from kvcli.runtime.config import LATENT, RECURRENT, DeltaNet, LayerConfig, Mamba, ModelConfig
 from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.host.memory import CPU
@@ -112,8 +113,7 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
     packed = copies = read = 0
     for name, tensor in _run(tensors, config):
         looked_up = name == _ROWS_ALONE or (name in _EMBEDDINGS and not _HEADS.isdisjoint(tensors))
-        mapped = looked_up or (len(tensor.shape) > 2 and not _OF_EXPERTS.search(name))
-        size = 0 if mapped else _interleaved_bytes(name, tensor)
+        size = 0 if looked_up else _interleaved_bytes(name, tensor, config)
         alone = not interleaved or not size
         packed += tensor.nbytes if alone else size
         if len(tensor.shape) == 1 or name.endswith((".bias", ".conv.weight", ".ssm_conv1d.weight")):
@@ -124,8 +124,14 @@ def _weights_on_cpu(tensors: Mapping[str, Tensor], config: ModelConfig, interlea
     return WeightBytes(packed, copies, read, EXACT, "header")
 
 
-def _interleaved_bytes(name: str, tensor: Tensor) -> int:
-    shape = tensor.shape
+def _interleaved_bytes(name: str, tensor: Tensor, config: ModelConfig) -> int:
+    """What a matrix takes where it is interleaved; 0 = it is not."""
+    shape, of_heads = tensor.shape, config.latents if name.endswith(".attn_kv_b.weight") else None
+    if of_heads and tensor.type in INTERLEAVED:  # keys in float16, and values: see model/latents.py
+        each = of_heads.plain + of_heads.dim_v
+        heads, values = shape[0] // each, tensor.nbytes * of_heads.dim_v // each
+        keys = 2 * heads * of_heads.plain * shape[1]
+        return keys + repacked.interleaved_bytes(tensor.type, (heads, of_heads.dim_v, shape[1]), values)
     if "_gate_up_exps." in name:  # two matrices of each expert
         shape = (2, shape[0], shape[1] // 2, *shape[2:])
     return repacked.interleaved_bytes(tensor.type, shape, tensor.nbytes)
@@ -188,12 +194,21 @@ def _beside(config: ModelConfig) -> int:
 
 
 def _fixed_pairs(config: ModelConfig, rows: int) -> int:
-    """Blocks of 32 numbers of what experts read, with rows that fill tiles of each expert."""
-    if config.experts is None:
-        return 0
-    pairs = min(rows * config.experts.routing.used, _FIXED_PAIRS)
-    fill = min(3 * config.experts.routing.experts, pairs)
-    return (pairs + fill) * -(-max(config.d_model, config.experts.d_ff) // 32)
+    """Blocks of 32 numbers of what experts read, or heads of latents, with rows that fill tiles of each of them."""
+    most = 0
+    for used, count, longest in _pairings(config):
+        pairs = min(rows * used, _FIXED_PAIRS)
+        most = max(most, (pairs + min(3 * count, pairs)) * -(-longest // 32))
+    return most
+
+
+def _pairings(config: ModelConfig) -> Iterator[tuple[int, int, int]]:
+    """Matrices that a row is multiplied with, of so many, and the numbers of the longest row."""
+    if experts := config.experts:
+        yield experts.routing.used, experts.routing.experts, max(config.d_model, experts.d_ff)
+    if latents := config.latents:
+        rank = max((x.dim_v for x in config.layers if x.kind == LATENT), default=0)
+        yield config.n_heads, config.n_heads, max(latents.plain, rank)
 
 
 def _longest_row(config: ModelConfig) -> int:
