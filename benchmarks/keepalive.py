@@ -2,8 +2,9 @@
 
     python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4]
 
-Prints wall time (medians), time to the first token, the memory of the caller, whether all answers are those of a run
-without, and the memory of the process before and after. Needs Linux. Everything is in a folder of its own.
+Prints wall time (medians), time to the first token as the engine tells it, what a run takes beside that and beside the
+start of Python, the memory of the caller, whether all answers are those of a run without, and the memory of the process
+before and after. Needs Linux. Everything is in a folder of its own.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ class Kv:
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
+def started() -> float:
+    """Seconds that Python takes to do nothing."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL, check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
@@ -85,7 +93,10 @@ def measure(kv: Kv, runs: int, at_once: int, repeat: int) -> None:
         time.sleep(0.1)
     try:
         wall, first = kv.timed(repeat)
+        start = statistics.median(started() for _ in range(repeat))
+        rest = 1000 * (wall - start - first)
         print(f"with:    {wall:.3f} s, first token {1000 * first:.0f} ms")
+        print(f"         the start of Python {1000 * start:.0f} ms, the rest {rest:.0f} ms")
         print(f"caller:  {kv.caller_bytes() / (1 << 20):.0f} MiB")
         before, began = kv.processes()[0], time.perf_counter()
         with ThreadPoolExecutor(at_once) as pool:
