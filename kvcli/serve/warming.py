@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
+from kvcli.runtime.engine.joining import TOGETHER_ROWS
 from kvcli.runtime.engine.spec import OFF
+from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.host.memory import CUDA
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
 SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
+TOGETHER = (2, 4, 8, 16)  # prompts that are read in one pass
+LEAST_ROWS = 2  # of prompts that are there for their answers
 TOKENS = 4  # of each answer: the prompt's, one alone, two side by side
 
 
@@ -49,6 +53,7 @@ class Warming:
             self.engine.step(self._requests)
         except Exception as error:  # no room, or a fault, which whoever asks will see
             LOG.debug("kv is not made ready for %s", self._rounds[0], exc_info=error)
+            self.put_off()
             self._rounds.clear()
         self._took_s += time.monotonic() - began
         self._requests = [request for request in self._requests if not self._ended(request)]
@@ -62,6 +67,8 @@ class Warming:
 
     def put_off(self) -> None:
         """Give back the pages: somebody asks. The round is begun again."""
+        if self._requests and self._rounds:
+            self._join(*self._rounds[0], False)  # there may be no graph yet
         for request in self._requests:
             with suppress(KVError):
                 request.close()
@@ -71,10 +78,18 @@ class Warming:
 
     def _begin(self, rows: int, answers: int) -> None:
         """Greedy and drawn ones, which nobody's cache or statistics see."""
+        self._join(rows, answers, True)
+        most = TOKENS if answers == 1 or rows == LEAST_ROWS else 1
         for number in range(answers):
-            options = SampleOptions(temperature=None if number % 2 else 0.0, max_tokens=TOKENS, spec=OFF, seed=number)
+            options = SampleOptions(temperature=None if number % 2 else 0.0, max_tokens=most, spec=OFF, seed=number)
             seq = self.engine.new_sequence()
             self._requests.append(self.engine.request(seq, [number % self.engine.config.vocab_size] * rows, options))
+
+    def _join(self, rows: int, prompts: int, there: bool) -> None:
+        """Whether so many prompts of so many rows are read in one pass from now on."""
+        steps = self.engine.steps
+        if prompts > 1 and rows > LEAST_ROWS and steps is not None and not isinstance(steps, StepList):
+            (steps.joined.add if there else steps.joined.discard)((rows, prompts))
 
     def _ended(self, request: Request) -> bool:
         if request.finished:
@@ -88,10 +103,15 @@ class Warming:
 
 
 def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
-    """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows."""
+    """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows, then
+    prompts that are read in one pass."""
     longest = min(engine.ctx_size - TOKENS - 1, engine.ubatch)
     prompts = [(rows, 1) for rows in PROMPT_ROWS if rows <= longest]
     if engine.one_by_one:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]
-    return prompts + [(2, count) for count in counts if count > 1]
+    found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
+    if engine.steps is None or isinstance(engine.steps, StepList) or not engine.steps.joins:
+        return found
+    sizes = [(rows, n) for rows, _ in prompts for n in TOGETHER if n <= parallel and rows * n <= TOGETHER_ROWS]
+    return found + sizes

@@ -26,7 +26,6 @@ from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.engine import joining
 from kvcli.runtime.engine.answertext import AnswerText
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
@@ -382,30 +381,3 @@ def test_an_answer_alone_makes_no_batch(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(batching, "Batch", lambda *sizes: made.append(sizes))
     finish(engine, [engine.request(engine.new_sequence(), PROMPT[:20], SampleOptions(0.0, max_tokens=5))])
     assert not made
-
-
-@INTERPRETED
-@pytest.mark.parametrize("fits", [True, False])
-def test_prompts_are_read_in_one_pass(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most as many as may be, and the rows of a step in all; of layers that are too small, one by one."""
-    engine, passes = open_tiny("llama", "reference", CacheOptions(160, "int8", "int8", page_size=16, ubatch=96)), []
-    options, expected = SampleOptions(0.0, max_tokens=2, ignore_eos=True), []
-    for number in range(5):
-        with closing(engine.new_sequence()) as seq:
-            *_, end = engine.generate(seq, PROMPT[number : 31 - number], options)
-            assert isinstance(end, End)
-            expected.append(end.ids)
-    monkeypatch.setattr(joining, "MOST", 3)
-    monkeypatch.setattr(joining, "LEAST_BYTES", 0 if fits else joining.LEAST_BYTES)
-    monkeypatch.setattr(batching, "BatchGraph", PlainGraph)
-    monkeypatch.setattr(PlainGraph, "model_of", engine.model, raising=False)
-    as_if_on_a_gpu(engine, monkeypatch)
-    hidden = engine.model.hidden
-    monkeypatch.setattr(engine.model, "hidden", lambda step: passes.append(len(step.parts)) or hidden(step))
-    requests = [engine.request(engine.new_sequence(), PROMPT[n : 31 - n], options) for n in range(5)]
-    finish(engine, requests)
-    assert [request.end.ids if request.end else None for request in requests] == expected
-    assert [n for n in passes if n > 1] == ([3, 2] if fits else [])
-    for request in requests:
-        request.seq.close()
-    engine.pool.check([])

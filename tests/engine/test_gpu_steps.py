@@ -107,19 +107,10 @@ def test_lists_that_are_too_long_are_left_to_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("arch", "types"),
-    [
-        ("llama", "int8"),
-        ("gemma3", "int4"),
-        ("lfm2", "f16"),
-        ("qwen35", "int8"),
-        ("granitehybrid-dense", "f16"),
-        ("deepseek2", "f16"),
-        ("qwen3moe", "f16"),
-    ],
+    ("arch", "types"), [("llama", "int4"), ("gemma3", "int8"), ("qwen3moe", "f16")]
 )
 def test_prompts_together_are_those_alone(arch: str, types: str) -> None:
-    """Rows of several sequences in one pass, in first pages and behind them, against each by itself."""
+    """Rows of two sequences by one graph, in first pages and behind them, and by one each, against each by itself."""
     even = arch in ("llama", "gemma3", "qwen3moe")
     file = GGUFFile.open(tiny.make_even(arch, False, VOCAB) if even else tiny.make(arch).path)
     config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
@@ -127,15 +118,21 @@ def test_prompts_together_are_those_alone(arch: str, types: str) -> None:
     model, layout = load(config, Weights(file), gpu), KVLayout.build(config, types, types, PAGE).by_layer(True)
     pools = PagePool(layout, device=gpu.device), PagePool(layout, device=gpu.device)
     alone, joined = ([Sequence(pool) for _ in range(2)] for pool in pools)
-    for counts in ((13, 2), (4, 3)):
+    steps, by_graph = StepGraph(model, layout, CONTEXT), list[bool]()
+    steps.joined.add((16, 2))
+    run = steps._run
+    steps._run = lambda parts: by_graph.append(len(parts) == 2) or run(parts)  # type: ignore[func-returns-value, method-assign]
+    assert steps.joins
+    for counts in ((13, 7), (5, 6), (6, 5), (7, 7)):  # in the middle, one alone fills its first page
         ids = [torch.randint(VOCAB, (count,), generator=generator).tolist() for count in counts]
         expected = [model.hidden(Step((seq.reserve(own),))) for seq, own in zip(alone, ids, strict=True)]
-        found = model.hidden(Step(tuple(seq.reserve(own) for seq, own in zip(joined, ids, strict=True))))
+        found = steps.together(tuple(seq.reserve(own) for seq, own in zip(joined, ids, strict=True)))
         for one, other in zip(expected, found.split(list(counts)), strict=True):
-            assert float((other - one).norm() / one.norm()) < 2e-3
+            assert float((other - one).norm() / one.norm()) < 5e-3
         for seqs in (alone, joined):
             for seq, own in zip(seqs, ids, strict=True):
                 seq.commit(own)
+    assert by_graph == ([True] * 4 if types == "f16" else [True, False, False, False, False, True])
 
 
 @pytest.mark.parametrize("types", ["f16", "int8"])
@@ -157,5 +154,5 @@ def test_what_is_compiled_ahead_is_what_steps_launch(types: str, monkeypatch: py
         steps.dry_run(shortest=True)
     for fixes in (False, True) if types == "int8" else (False,):
         with collecting() as launched:
-            steps._of(4).launch(stepgraph.SMALLEST_BUCKET, fixes)
+            steps._of(4, 1).launch(stepgraph.SMALLEST_BUCKET, fixes)
         assert launched and launched <= compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
@@ -21,7 +22,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
-from kvcli.runtime.engine.joining import answers, dealt, joins, notes
+from kvcli.runtime.engine.joining import READING_S, TOGETHER_ROWS, answers, dealt, notes, wanted
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.replaying import replay
@@ -83,6 +84,7 @@ class Engine:
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
+        self._answered = 0.0  # when answers went on, where prompts come first
         self.batches: Batches | None = None
         self.kernels: Kernels | None = None
         self.slow_path, self.graph = self._token_graph()
@@ -223,6 +225,8 @@ class Engine:
         for part in parts:
             summarize(self.model, self.layout, part)
         hidden = self.steps.run(parts[0]) if self.steps and len(parts) == 1 else None
+        if len(parts) > 1 and self.steps and not isinstance(self.steps, StepList):
+            hidden = self.steps.together(parts)
         if hidden is None:
             hidden = self.model.hidden(Step(parts))
         self.loaded.check_weights()
@@ -236,20 +240,21 @@ class Engine:
         events of each. Newest tokens come first, then prompts, in the order of `requests`.
 
         On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes the newest
-        rows of answers together (`Batches`), and prompts where that pays (`joining`). Raises DoesNotFit where the pool
-        has no room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of
-        a request alone is its `error`.
+        rows of answers together (`Batches`), and prompts of which there are graphs (`joining`); prompts come first
+        there, but answers do not stand still for longer than READING_S and a step. Raises DoesNotFit where the pool has
+        no room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of a
+        request alone is its `error`.
         """
-        left, work = budget or self.ubatch, list[tuple[Request, list[int]]]()
-        for request in sorted(requests, key=lambda r: not r.answering):
-            if ids := request.wants(left):
-                work.append((request, ids))
-                left -= len(ids)
-        if self.device.kind == CPU:
+        gpu, now, budget = self.device.kind == CUDA, time.monotonic(), budget or self.ubatch
+        enough, first = TOGETHER_ROWS if gpu else math.inf, gpu and now < self._answered + READING_S
+        work = wanted(requests, budget, enough, first)
+        if any(request.answering for request, _ in work) or not any(request.answering for request in requests):
+            self._answered = now
+        if not gpu:
             self._compute(work)
         else:
-            together = joins(self.layout, self.terms.setting.weights.read // self.config.n_layers)
-            for some in dealt(self.batches.step(work) if self.batches else work, together and not self.loaded.exact):
+            assert not isinstance(self.steps, StepList)
+            for some in dealt(self.batches.step(work) if self.batches else work, self.steps):
                 request, ids = some[0]
                 if len(some) == 1 and request.pull():
                     continue

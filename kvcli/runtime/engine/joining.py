@@ -1,19 +1,17 @@
-"""Which rows a GPU computes in one pass: prompts of several requests together, where that pays."""
+"""Which rows an engine computes next, and which of them a GPU computes in one pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvcli.options import READ_ALL
-
 if TYPE_CHECKING:
-    from kvcli.runtime.cache.layout import KVLayout
-    from kvcli.runtime.cache.sequence import Sequence
+    from kvcli.runtime.cache.sequence import Sequence as Rows
+    from kvcli.runtime.engine.graph.stepgraph import StepGraph
     from kvcli.runtime.engine.request import Request
 
-MOST = 16  # prompts of a pass
-LEAST_BYTES = 24 << 20  # of a layer's weights: of smaller ones, launching a pass that is no graph takes longer than it
+READING_S = 0.25  # that answers on a GPU may stand still while prompts are read
+TOGETHER_ROWS = 1024  # of several prompts that a GPU reads in one pass, or one after the other in a step
 Work = list[tuple["Request", list[int]]]
 
 
@@ -22,22 +20,37 @@ def answers(request: Request) -> bool:
     return request.seq.length >= request.n_prompt
 
 
-def notes(seq: Sequence) -> bool:
+def notes(seq: Rows) -> bool:
     """Whether the query of the next row is noted itself, which the fast way of single tokens does not do."""
     return seq.selector is not None and seq.selector.notes_queries(seq.length + 1)
 
 
-def joins(layout: KVLayout, weights: int) -> bool:
-    """Whether prompts are computed together; `weights`: bytes of a layer's. Not where a row's bits must not depend on
-    its neighbours, nor where queries choose what they read, or are noted."""
-    alike = layout.grain == 1 and layout.selection is None and layout.attend == READ_ALL
-    return alike and weights >= LEAST_BYTES
+def wanted(requests: Sequence[Request], budget: int, enough: float, prompts: bool) -> Work:
+    """The next rows of requests, at most `budget` in all: answers come first; `prompts` alone, where there are any.
+
+    `enough`: rows of several prompts; who comes behind so many has a step sooner than all would be done.
+    """
+    work, read, count = list[tuple["Request", list[int]]](), 0, 0
+    for request in sorted(requests, key=lambda each: each.answering == prompts):
+        if (prompts and count and request.answering) or (count and read + read // count > enough):
+            break
+        if ids := request.wants(budget):
+            work.append((request, ids))
+            budget -= len(ids)
+            read, count = (read, count) if request.answering else (read + len(ids), count + 1)
+    return work
 
 
-def dealt(work: Work, together: bool) -> Iterator[Work]:
-    """Cut what requests want into passes: MOST prompts at a time `together`, all others one by one."""
-    prompts = [each for each in work if together and not each[0].answering and not answers(each[0])]
-    if len(prompts) > 1:
-        yield from (prompts[i : i + MOST] for i in range(0, len(prompts), MOST))
-    joined = {id(request) for request, _ in prompts if len(prompts) > 1}
-    yield from ([each] for each in work if id(each[0]) not in joined)
+def dealt(work: Work, steps: StepGraph | None) -> Iterator[Work]:
+    """Cut what requests want into passes: prompts of which `steps` has graphs together, all others one by one."""
+    by_rows: dict[int, Work] = {}
+    for request, ids in work:
+        reads = steps is not None and steps.joined and not request.answering and not answers(request)
+        rows = next((n for n in steps.sizes if n >= len(ids)), 0) if steps and reads else 0
+        by_rows.setdefault(rows, []).append((request, ids))
+    for rows, some in by_rows.items():
+        counts = sorted((n for of, n in steps.joined if of == rows), reverse=True) if steps else []
+        while some:
+            count = next((n for n in counts if n <= len(some)), 1)
+            yield some[:count]
+            some = some[count:]

@@ -7,7 +7,7 @@ from typing import cast
 
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.engine.graph.nexttoken import NextToken
-from kvcli.runtime.engine.graph.stepgraph import BoundPart
+from kvcli.runtime.engine.graph.stepgraph import BoundPart, BoundStep
 
 
 class RowGraph(NextToken):
@@ -15,7 +15,5 @@ class RowGraph(NextToken):
 
     def launch(self, bucket: int) -> None:
         """See `NextToken.launch`."""
-        step = cast(
-            Step, BoundPart(self.token, self._pages, bucket, legs=self._legs)
-        )  # all that the decoder asks of one
-        self.logits.copy_(self.model.logits(self.model.hidden(step))[0])
+        step = BoundStep(self.token, (((0, 1), BoundPart(self._pages, bucket, legs=self._legs)),))
+        self.logits.copy_(self.model.logits(self.model.hidden(cast(Step, step)))[0])

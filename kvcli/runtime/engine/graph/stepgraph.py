@@ -32,19 +32,13 @@ SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a pow
 
 @dataclass(frozen=True)
 class BoundPart:
-    """Rows whose pages and states a graph finds on the device; see `Part` and `Step`, which it stands for. `fixes`: see
-    `BoundStretch`."""
+    """Rows of a sequence whose pages and states a graph finds on the device; see `Part`, which it stands for. `fixes`:
+    see `BoundStretch`."""
 
-    ids: torch.Tensor
     pages: GraphPages
     bucket: int
     fixes: bool = False
     legs: GraphLegs | None = None
-
-    @property
-    def rows(self) -> tuple[tuple[tuple[int, int], BoundPart], ...]:
-        """The part, with its rows among those of the step: all."""
-        return (((0, len(self.ids)), self),)
 
     def stretch(self, layer: int, lo: int, hi: int) -> BoundStretch:
         """See `Part.stretch`."""
@@ -57,32 +51,58 @@ class BoundPart:
         return [self.legs.of(index)]
 
 
-class Rows:
-    """The buffers and graphs of steps of so many rows."""
+@dataclass(frozen=True)
+class BoundStep:
+    """All that the decoder asks of a `Step`."""
+
+    ids: torch.Tensor
+    rows: tuple[tuple[tuple[int, int], BoundPart], ...]
+
+
+class Place:
+    """The buffers of up to `rows` rows of one sequence."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int, rows: int) -> None:
-        self.model, device = model, model.ops.device
-        self.ids, self.position = (torch.zeros(n, dtype=torch.int64, device=device) for n in (rows, 1))
+        self.position = torch.zeros(1, dtype=torch.int64, device=model.ops.device)
         self.pages = GraphPages(model, layout, ctx_size, self.position, rows)
-        self.legs = graph_legs(layout, rows, device)
-        self.hidden = torch.zeros(rows, model.config.d_model, device=device)
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.legs = graph_legs(layout, rows, model.ops.device)
 
-    def bind(self, part: Part, bucket: int) -> None:
-        """Have the rows of a part computed next. Raises NoRoom."""
-        if self.pages.bind(part, bucket):
-            self.graphs.clear()
+    def bind(self, part: Part, bucket: int) -> bool:
+        """Have the rows of a part computed next. Returns as `GraphPages.bind`. Raises NoRoom."""
+        more = self.pages.bind(part, bucket)
         self.pages.bind_bases(part)
         if self.legs is not None:
             self.legs.bind(part)
         self.position.fill_(part.start)
-        self.ids[: len(part.ids)] = part.ids.to(self.ids.device, non_blocking=True)
+        return more
+
+
+class Rows:
+    """The buffers and graphs of steps of so many rows, of each of `count` sequences. `hidden` [count * rows, d_model]:
+    what they give."""
+
+    def __init__(
+        self, model: Decoder, layout: KVLayout, ctx_size: int, rows: int, count: int, hidden: torch.Tensor
+    ) -> None:
+        self.model, self.rows, self.hidden = model, rows, hidden
+        self.ids = torch.zeros(count * rows, dtype=torch.int64, device=model.ops.device)
+        self.places = [Place(model, layout, ctx_size, rows) for _ in range(count)]
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+
+    def bind(self, parts: tuple[Part, ...], bucket: int) -> None:
+        """Have the rows of parts computed next, one of each sequence. Raises NoRoom."""
+        for i, (place, part) in enumerate(zip(self.places, parts, strict=True)):
+            if place.bind(part, bucket):
+                self.graphs.clear()
+            ids = self.ids[i * self.rows : i * self.rows + len(part.ids)]
+            ids.copy_(part.ids.to(ids.device, non_blocking=True))
 
     def launch(self, bucket: int, fixes: bool = False) -> None:
         """Every kernel of a step that sees up to `bucket` rows."""
-        step = cast(Step, BoundPart(self.ids, self.pages, bucket, fixes, self.legs))  # all that the decoder asks of one
+        parts = (BoundPart(place.pages, bucket, fixes, place.legs) for place in self.places)
+        step = BoundStep(self.ids, tuple(((i * self.rows, (i + 1) * self.rows), x) for i, x in enumerate(parts)))
         with nullcontext() if fixes else launched_ahead(self.model):  # else what is fixed is read at once
-            self.hidden.copy_(self.model.hidden(step))
+            self.hidden.copy_(self.model.hidden(cast(Step, step)))
 
     def replay(self, bucket: int, fixes: bool, memory: Any) -> None:
         """Compute a step by its graph, captured at the first time; `memory`: the pool that graphs share."""
@@ -90,18 +110,36 @@ class Rows:
             self.launch(bucket, fixes)
             return
         if (bucket, fixes) not in self.graphs:
-            self.graphs[bucket, fixes] = captured(lambda: self.launch(bucket, fixes), self.legs, memory)
+            self.graphs[bucket, fixes] = captured(lambda: self.launch(bucket, fixes), self.places[0].legs, memory)
         self.graphs[bucket, fixes].replay()
+
+    def found(self, parts: tuple[Part, ...]) -> torch.Tensor:
+        """The hidden states of all parts, one after the other."""
+        return torch.cat([self.hidden[i * self.rows :][: len(part.ids)] for i, part in enumerate(parts)])
 
 
 class StepGraph:
-    """The model's pass over up to ROWS[-1] rows of one sequence at a time."""
+    """The model's pass over up to ROWS[-1] rows of one sequence at a time, or of several: `joined` says of how many
+    rows of how many there are graphs, which take long to be captured."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
         self.sizes = tuple(rows for rows in ROWS if rows % layout.grain == 0)
-        self._rows: dict[int, Rows] = {}
+        self.joined: set[tuple[int, int]] = set()
+        self._rows: dict[tuple[int, int], Rows] = {}
+        self._hidden: torch.Tensor | None = None  # of several sequences; one for all graphs
         self._memory = torch.cuda.graph_pool_handle() if model.ops.device.type == "cuda" else None
+
+    @property
+    def joins(self) -> bool:
+        """Whether there can be graphs of several sequences: none where a row's bits must not depend on its neighbours,
+        nor of sequences with states, or latents."""
+        plain = not self.layout.states and self.model.config.latents is None
+        return self.layout.grain == 1 and plain and not self._by_row
+
+    @property
+    def _by_row(self) -> bool:
+        return any(group.sealed and not group.tail for group in self.layout.groups)
 
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
@@ -110,25 +148,39 @@ class StepGraph:
         where its lists are too long, where what layers give is read, and where it sees so many latents that it should
         not be absorbed.
         """
-        by_row = any(group.sealed and not group.tail for group in self.layout.groups)
+        return self._run((part,)) if self._takes(part) else None
+
+    def together(self, parts: tuple[Part, ...]) -> torch.Tensor:
+        """The same of several parts, one after the other: by one graph, or by as many as there are parts."""
+        count = self._count(max(len(part.ids) for part in parts))
+        alike = all(map(self._takes, parts)) and len(set(map(_fixes, parts))) == 1
+        hidden = self._run(parts) if alike and (count, len(parts)) in self.joined else None
+        if hidden is not None:
+            return hidden
+        each = ((part, self.run(part)) for part in parts)
+        return torch.cat([self.model.hidden(Step((part,))) if own is None else own for part, own in each])
+
+    def _takes(self, part: Part) -> bool:
         if self.model.config.latents is not None and len(part.ids) * part.start >= latentpast.WORTH:
-            return None
-        if part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or by_row:
-            return None
-        fixes = any(fixes_basis(layers[0], part.end) for layers in part.groups)
-        count = next(n for n in self.sizes if n >= len(part.ids))
-        rows, bucket = self._of(count), SMALLEST_BUCKET
-        while bucket < max(group.rows_seen(part.end) for group in self.layout.groups):
+            return False
+        return not (part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or self._by_row)
+
+    def _run(self, parts: tuple[Part, ...]) -> torch.Tensor | None:
+        """None where lists are too long."""
+        size = self._count(max(len(part.ids) for part in parts)), len(parts)
+        rows, bucket, fixes = self._of(*size), SMALLEST_BUCKET, _fixes(parts[0])
+        while bucket < max(group.rows_seen(part.end) for group in self.layout.groups for part in parts):
             bucket *= 2
         try:
-            rows.bind(part, bucket)
+            rows.bind(parts, bucket)
         except NoRoom:
-            del self._rows[count]  # some groups may be bound, for kinds of work that its graphs lack
+            del self._rows[size]  # some groups may be bound, for kinds of work that its graphs lack
             return None
         rows.replay(bucket, fixes, self._memory)
-        if fixes:
-            rows.pages.take_bases(part)
-        return rows.hidden[: len(part.ids)].clone()
+        for place, part in zip(rows.places, parts, strict=True):
+            if fixes:
+                place.pages.take_bases(part)
+        return rows.found(parts)
 
     def dry_run(self, shortest: bool = False) -> None:
         """Launch the kernels of every kind of step, or of the shortest, with no rows in any."""
@@ -136,9 +188,26 @@ class StepGraph:
         for count in self.sizes[: 1 if shortest else None]:
             if mixture or count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
                 for fixes in {False, any(group.sealed for group in self.layout.groups)}:
-                    self._of(count).launch(SMALLEST_BUCKET, fixes)
+                    self._of(count, 1).launch(SMALLEST_BUCKET, fixes)
 
-    def _of(self, count: int) -> Rows:
-        if count not in self._rows:
-            self._rows[count] = Rows(self.model, self.layout, self.ctx_size, count)
-        return self._rows[count]
+    def _count(self, rows: int) -> int:
+        """Rows of the graph that so many fit into."""
+        return next((n for n in self.sizes if n >= rows), 0)
+
+    def _of(self, rows: int, count: int) -> Rows:
+        if (rows, count) not in self._rows:
+            sizes = self.model, self.layout, self.ctx_size, rows, count
+            self._rows[rows, count] = Rows(*sizes, self._room(rows) if count == 1 else self._shared(rows * count))
+        return self._rows[rows, count]
+
+    def _room(self, rows: int) -> torch.Tensor:
+        return torch.zeros(rows, self.model.config.d_model, device=self.model.ops.device)
+
+    def _shared(self, rows: int) -> torch.Tensor:
+        if self._hidden is None or len(self._hidden) < rows:
+            self._hidden = self._room(max(rows, ROWS[-1]))
+        return self._hidden[:rows]
+
+
+def _fixes(part: Part) -> bool:
+    return any(fixes_basis(layers[0], part.end) for layers in part.groups)
