@@ -1,10 +1,11 @@
 """Load on `kv serve`: tokens a second and time to the first token, for some numbers of clients at a time.
 
-python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--verify] [-- OPTIONS]
+python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--settle 0] [--verify] [-- OPTIONS]
 
 OPTIONS are those of kv serve. Every client asks one question after the other, each about another text; the beginning of
 all is the same system message. Before each measurement all clients ask once for nothing. "in all": tokens over all the
 time, prompts included; "decoding": between the first and the last token, the median of the answers times the clients.
+--settle: seconds that the server is left alone first, in which it makes itself ready on a GPU.
 --verify asks everything again, one question at a time, and counts the answers that differ.
 """
 
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=200, help="about so many tokens")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--settle", type=float, default=0.0)
     parser.add_argument("--verify", action="store_true")
     own, options = sys.argv[1:], list[str]()
     if "--" in own:
@@ -108,6 +110,7 @@ def main() -> None:
             if not line:
                 sys.exit("the server did not start")
         port = int(address[1])
+        time.sleep(flags.settle)
         print("| clients | tok/s in all | decoding | TTFT p50, s | p95, s | differ |\n|---:|---:|---:|---:|---:|---:|")
         for number, clients in enumerate(map(int, flags.clients.split(","))):
             how, base = (flags.prompt, flags.tokens), 10_000 * number
