@@ -1,6 +1,7 @@
 """Load on `kv serve`: tokens a second and time to the first token, for some numbers of clients at a time.
 
-python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--settle 0] [--verify] [-- OPTIONS]
+python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--settle 0]
+    [--verify] [-- OPTIONS]
 
 OPTIONS are those of kv serve. Every client asks one question after the other, each about another text; the beginning of
 all is the same system message. Before each measurement all clients ask once for nothing. "in all": tokens over all the
