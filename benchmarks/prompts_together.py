@@ -1,6 +1,6 @@
-"""Prompts that arrive together on a GPU: read in one pass, and one after the other.
+"""Prompts that arrive together on a GPU: read in one pass by a graph, and one after the other.
 
-python benchmarks/prompts_together.py MODEL [--cache-type f16] [--rows 32,128,250] [--prompts 2,4,8,16] [--repeats 5]
+python benchmarks/prompts_together.py MODEL [--cache-type f16] [--rows 32,128,250] [--prompts 4,8] [--repeats 5]
 
 Each row: milliseconds of all prompts, medians of REPEATS in turns, and the largest difference of the last hidden rows,
 as a part of their length. Then 16 requests of 250 tokens through the scheduler, each way: milliseconds of each of its
@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from kvcli.options import CacheOptions, LoadOptions, SampleOptions
-from kvcli.runtime.engine import joining
 from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.graph.stepgraph import StepGraph
 from kvcli.runtime.engine.scheduler import Scheduler
 
 
@@ -40,8 +40,15 @@ def timed(engine: Engine, ids: list[list[int]], together: bool) -> tuple[float, 
     return took, last
 
 
+def graphs(engine: Engine, joined: set[tuple[int, int]]) -> None:
+    """Have graphs of so many rows of so many prompts."""
+    assert isinstance(engine.steps, StepGraph)
+    engine.steps.joined = joined
+
+
 def compare(engine: Engine, rows: int, prompts: int, repeats: int) -> str:
     ids = torch.randint(100, 1000, (prompts, rows), generator=torch.manual_seed(rows)).tolist()
+    graphs(engine, {(next(n for n in (32, 64, 128, 256, 512) if n >= rows), prompts)})
     times: dict[bool, list[float]] = {False: [], True: []}
     last = dict[bool, torch.Tensor]()
     for repeat in range(repeats + 1):
@@ -55,7 +62,7 @@ def compare(engine: Engine, rows: int, prompts: int, repeats: int) -> str:
 
 def steps(engine: Engine, together: bool, count: int = 16, rows: int = 250) -> str:
     """Milliseconds of each step of the scheduler until all have first tokens."""
-    joining.LEAST_BYTES = 0 if together else 1 << 60
+    graphs(engine, {(256, 4)} if together else set())
     ids = torch.randint(100, 1000, (count, rows), generator=torch.manual_seed(7)).tolist()
     scheduler, options = Scheduler(engine, count), SampleOptions(temperature=0.0, max_tokens=12, ignore_eos=True)
     requests = [engine.request(engine.new_sequence(), each, options) for each in ids]
@@ -65,7 +72,7 @@ def steps(engine: Engine, together: bool, count: int = 16, rows: int = 250) -> s
     while not scheduler.idle:
         began = time.perf_counter()
         scheduler.step()
-        mark = "" if waiting else "+"
+        mark = "" if waiting else "+"  # steps behind the last first token
         waiting = any(len(request.history) == request.n_prompt for request in requests)
         found.append(f"{mark}{1e3 * (time.perf_counter() - began):.1f}")
     for request in requests:
@@ -78,7 +85,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--cache-type", default="f16")
     parser.add_argument("--rows", default="32,128,250")
-    parser.add_argument("--prompts", default="2,4,8,16")
+    parser.add_argument("--prompts", default="4,8")
     parser.add_argument("--repeats", type=int, default=5)
     flags = parser.parse_args()
     cache = CacheOptions(1024, flags.cache_type, flags.cache_type, sequences=16)

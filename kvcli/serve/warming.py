@@ -12,19 +12,19 @@ from kvcli.errors import KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.joining import TOGETHER_ROWS
 from kvcli.runtime.engine.spec import OFF
-from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.host.memory import CUDA
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
     from kvcli.runtime.engine.engine import Engine
+    from kvcli.runtime.engine.graph.stepgraph import StepGraph
     from kvcli.runtime.engine.request import Request
 
 LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
 PROMPT_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
 SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
-TOGETHER = (2, 4, 8, 16)  # prompts that are read in one pass
+TOGETHER = (4, 8)  # prompts that are read in one pass
 LEAST_ROWS = 2  # of prompts that are there for their answers
 TOKENS = 4  # of each answer: the prompt's, one alone, two side by side
 
@@ -87,8 +87,8 @@ class Warming:
 
     def _join(self, rows: int, prompts: int, there: bool) -> None:
         """Whether so many prompts of so many rows are read in one pass from now on."""
-        steps = self.engine.steps
-        if prompts > 1 and rows > LEAST_ROWS and steps is not None and not isinstance(steps, StepList):
+        steps = _graphs(self.engine)
+        if prompts > 1 and rows > LEAST_ROWS and steps is not None:
             (steps.joined.add if there else steps.joined.discard)((rows, prompts))
 
     def _ended(self, request: Request) -> bool:
@@ -102,6 +102,13 @@ class Warming:
             self._tell.notice(f"ready for {self._widest} answers at a time: what the GPU computes is captured ({took})")
 
 
+def _graphs(engine: Engine) -> StepGraph | None:
+    """Those of prompts."""
+    from kvcli.runtime.engine.steplist import StepList
+
+    return None if isinstance(engine.steps, StepList) else engine.steps
+
+
 def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
     """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows, then
     prompts that are read in one pass."""
@@ -111,7 +118,8 @@ def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]
     found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
-    if engine.steps is None or isinstance(engine.steps, StepList) or not engine.steps.joins:
+    steps = _graphs(engine)
+    if steps is None or not steps.joins:
         return found
     sizes = [(rows, n) for rows, _ in prompts for n in TOGETHER if n <= parallel and rows * n <= TOGETHER_ROWS]
     return found + sizes

@@ -106,9 +106,7 @@ def test_lists_that_are_too_long_are_left_to_others(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("arch", "types"), [("llama", "int4"), ("gemma3", "int8"), ("qwen3moe", "f16")]
-)
+@pytest.mark.parametrize(("arch", "types"), [("llama", "int4"), ("gemma3", "int8"), ("qwen3moe", "f16")])
 def test_prompts_together_are_those_alone(arch: str, types: str) -> None:
     """Rows of two sequences by one graph, in first pages and behind them, and by one each, against each by itself."""
     even = arch in ("llama", "gemma3", "qwen3moe")
