@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from queue import Queue
 from typing import Any
 
 import pytest
+import torch
 from serving import ignore, open_engine
 
 from kvcli.errors import KVError
 from kvcli.notices import Tell
 from kvcli.options import PromptCacheOptions, SampleOptions
+from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
@@ -36,10 +38,27 @@ class OneByOne:
         return work
 
 
+class Graphs:
+    """What reads prompts together: `seen`: of how many sequences."""
+
+    joins, sizes = True, (16, 32)
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.joined, self.seen = engine, set[tuple[int, int]](), list[int]()
+
+    def run(self, part: Part) -> None:
+        return None
+
+    def together(self, parts: tuple[Part, ...]) -> torch.Tensor:
+        self.seen.append(len(parts))
+        return self.engine.model.hidden(Step(parts))
+
+
 def as_if_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> OneByOne:
     engine.device, engine.batches = replace(engine.device, kind=CUDA), OneByOne()  # type: ignore[assignment]
     monkeypatch.setattr(engine, "synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.set_device", ignore)
+    engine.steps = Graphs(engine)  # type: ignore[assignment]
     monkeypatch.setattr(warming, "PROMPT_ROWS", (16, 32))
     return engine.batches  # type: ignore[return-value]
 
@@ -57,6 +76,8 @@ def test_every_number_of_answers_is_there_once(monkeypatch: pytest.MonkeyPatch) 
             found.put_off()
             engine.pool.check([])
     assert {1, 2, 4, 6} <= set(batches.seen) and {16, 32, 4, 8, 12} <= set(rows)
+    graphs: Any = engine.steps
+    assert graphs.joined == {(16, 4), (32, 4)} and graphs.seen == [4, 4]
     assert len(told) == 1 and told[0].startswith("ready for 6 answers at a time")
     engine.pool.check([])
 
@@ -71,9 +92,14 @@ def test_what_cannot_be_made_ready_is_left(fails: Exception, monkeypatch: pytest
     def fail(requests: Any) -> None:
         raise fails
 
+    graphs: Any = engine.steps
+    found._rounds = deque([(16, 4)])
+    found.put_off()
+    found.step()
+    assert graphs.joined == {(16, 4)}
     monkeypatch.setattr(engine, "step", fail)
     found.step()
-    assert found.over
+    assert found.over and not graphs.joined
     engine.pool.check([])
     monkeypatch.setattr(warming, "MOST_S", -1.0)
     late = Warming(engine, 4)
