@@ -313,7 +313,7 @@ def main() -> None:
     parser.add_argument("what", choices=("pages", "prefill", "heads"))
     parser.add_argument("text")
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, help="2048; 512 of `heads`")
     parser.add_argument("--from", dest="first", type=int, default=1024)
     parser.add_argument("--shares", default="0.5,0.25,0.1")
     parser.add_argument("--rules", default=",".join(RULES))
@@ -322,6 +322,7 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=2)
     parser.add_argument("--questions", type=int, default=6)
     options = parser.parse_args()
+    options.tokens = options.tokens or (512 if options.what == "heads" else 2048)
     found = {"pages": pages, "prefill": prefill, "heads": heads}[options.what](options)
     print("\n" + json.dumps({"model": options.model, "tokens": options.tokens, "rows": found}))
 
