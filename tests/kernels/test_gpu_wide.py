@@ -10,6 +10,7 @@ from kvcli.kernels.gpu import wide
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.wide import HalfRows, finish, gate, halve, norm, weave
+from kvcli.kernels.gpu.woven import FOURS, PAIRS
 from kvcli.kernels.reference import pointwise
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.matmul import QuantTensor
@@ -37,18 +38,42 @@ def plain(*shape: int, seed: int) -> QuantTensor:
 def test_woven_rows_are_in_the_order_of_the_words_of_four_groups(n):
     x = random(3, n).half()
     whole = torch.nn.functional.pad(x, (0, -n % 128)).view(3, -1, 4, 2, 4, 2, 2)  # block, group, half, word, byte
-    woven = weave(HalfRows(x.to(DEVICE)), n)
-    assert torch.equal(woven.values.cpu(), whole.permute(0, 1, 3, 4, 6, 2, 5).reshape(3, -1))
-    assert torch.equal(weave(woven, n, False).values.cpu(), x)
+    orders = {PAIRS: (0, 1, 3, 4, 6, 2, 5), FOURS: (0, 1, 3, 4, 2, 6, 5)}
+    for how, order in orders.items():
+        woven = weave(HalfRows(x.to(DEVICE)), n, how)
+        assert torch.equal(woven.values.cpu(), whole.permute(*order).reshape(3, -1))
+        assert torch.equal(weave(woven, n, 0).values.cpu(), x)
+        for other in orders:
+            assert torch.equal(weave(woven, n, other).values, weave(HalfRows(x.to(DEVICE)), n, other).values)
 
 
-@pytest.mark.parametrize("woven", [False, True])
+@pytest.mark.parametrize("woven", [0, PAIRS, FOURS])
 @pytest.mark.parametrize("width", [32, 100, 1536])
 def test_norm(width, woven):
     x, weight = 300 * random(5, width), random(width, seed=1)
     found = norm(x.to(DEVICE), weight.to(DEVICE), 1e-6, woven)
     torch.testing.assert_close(floats(found, width), pointwise.rms_norm(x, weight, 1e-6), rtol=6e-4, atol=1e-6)
-    assert not woven or torch.equal(found.values, weave(norm(x.to(DEVICE), weight.to(DEVICE), 1e-6), width).values)
+    other = weave(norm(x.to(DEVICE), weight.to(DEVICE), 1e-6), width, woven)
+    assert torch.equal(found.values, other.values)
+
+
+@pytest.mark.parametrize(("post", "following"), [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(("width", "parts"), [(70, 1), (256, 3)])
+def test_settle(width, parts, post, following):
+    """A sum, with a norm before it and one behind it."""
+    products, scales, x = random(parts, 3, width), random(3, seed=1).abs(), 30 * random(3, width, seed=2)
+    weights = [random(width, seed=3 + i) if there else None for i, there in enumerate((post, following))]
+    added = 0.5 * (products.sum(0) * scales[:, None])
+    if post:
+        added = 0.5 * pointwise.rms_norm(2 * added, weights[0], 1e-6)
+    on_device = [None if w is None else w.to(DEVICE) for w in weights]
+    to = x.to(DEVICE, copy=True)
+    found = wide.settle(products.to(DEVICE), scales.to(DEVICE), to, on_device[0], 0.5, on_device[1], 1e-6, width == 256)
+    torch.testing.assert_close(to.cpu(), x + added, rtol=1e-5, atol=1e-5)
+    assert (found is not None) == following
+    if found is not None:
+        expected = pointwise.rms_norm(x + added, weights[1], 1e-6)
+        torch.testing.assert_close(floats(found, width), expected, rtol=6e-4, atol=1e-6)
 
 
 def test_norm_of_large_weights_stays_finite():
@@ -58,7 +83,7 @@ def test_norm_of_large_weights_stays_finite():
     assert found[0, 3] == 65504 and found.isfinite().all()
 
 
-@pytest.mark.parametrize("woven", [False, True])
+@pytest.mark.parametrize("woven", [0, PAIRS])
 @pytest.mark.parametrize("size", [1e-8, 1.0, 1e7])
 def test_halves_of_any_size(size, woven):
     x = size * random(3, 70)
@@ -68,7 +93,7 @@ def test_halves_of_any_size(size, woven):
 
 @pytest.mark.parametrize("act", ["silu", "gelu", "clamped"])
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("woven", [False, True])
+@pytest.mark.parametrize("woven", [0, PAIRS])
 def test_gate(act, paired, woven):
     width = 3 * GROUP
     x = 4 * random(5, 2 * width)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
@@ -21,8 +21,9 @@ from kvcli.errors import ModelError
 from kvcli.kernels.attend import AttentionLayer, Rope, note_queries
 from kvcli.kernels.experts import ExpertLayer, SharedExpert, asked
 from kvcli.kernels.gpu import expand, experts, few, latentcombine, latentpast, latentrows, latents, past, picking, wide
-from kvcli.kernels.gpu.attention import Partials, attend, block_rows, programs
+from kvcli.kernels.gpu.attention import attend, block_rows, programs
 from kvcli.kernels.gpu.basis import fix_basis
+from kvcli.kernels.gpu.bound import attend_bound, frequencies
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
@@ -30,22 +31,21 @@ from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
 from kvcli.kernels.gpu.language import AFTER, INTERPRETED, SERIAL
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
-from kvcli.kernels.gpu.noting import note
 from kvcli.kernels.gpu.pages import (
     Asked,
     BoundStretch,
     DevicePages,
     PageLists,
-    Sealing,
     device_pages,
     half_angles,
     lists_of_step,
     page_lists,
 )
 from kvcli.kernels.gpu.places import words
-from kvcli.kernels.gpu.rows import Queries, normed_together, with_values
-from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.kernels.gpu.rows import normed_together, with_values
+from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.states import delta_net, short_conv
+from kvcli.kernels.gpu.woven import NARROW, PAIRS
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import ggml, pointwise
 from kvcli.kernels.reference.experts import ExpertMatrices
@@ -72,6 +72,7 @@ class GpuBackend:
         self._angles = dict[int, tuple[Angles, torch.Tensor]]()  # of the parts of a step, by identity
         self._hadamard: dict[int, torch.Tensor] = {}
         self._most, self._packed = 0, False  # numbers that `expand.slices` needs; whether any weights are packed
+        self._narrow = NARROW  # how few rows are woven; where there are experts, as these want them
         self.pdl = SERIAL
 
     @contextmanager
@@ -123,6 +124,16 @@ class GpuBackend:
         rows = self._half_rows(x)
         return wide.finish(self._products(rows, weights), rows.scales, add_to, self.pdl)
 
+    def settle(
+        self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix], add_to: torch.Tensor,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None], factor: float, eps: float,
+    ) -> wide.HalfRows | None:  # fmt: skip
+        """`add_to` += factor * norm(x . W^T) -> norm(add_to) as products read it: RMS norms of these weights, without
+        what is None."""
+        rows, (post, norm) = self._half_rows(x), norms
+        products, woven = self._products(rows, weights), self._weaves(len(add_to))
+        return wide.settle(products, rows.scales, add_to, post, factor, norm, eps, woven, self.pdl)
+
     def gated(
         self,
         x: torch.Tensor | wide.HalfRows,
@@ -146,29 +157,30 @@ class GpuBackend:
         t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
         block = self.block if t > 1 else 0
         by_few = not block and all(few.can(w, t) for w in weights)
-        values = wide.weave(rows, cols, by_few, self.pdl).values
+        woven = few.weave_of(t, self._narrow) if by_few else 0
+        values = wide.weave(rows, cols, woven, self.pdl).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
-        out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
+        out = torch.empty(few.parts(weights, t, woven) if by_few else 1, len(values), total, device=self.device)
         done = 0
         for w in weights:
             if by_few:
-                few.product(values, w, out[:, :, done : done + w.rows], self.pdl)
+                few.product(values, w, out[:, :, done : done + w.rows], woven, self.pdl)
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
                     wide.product(values, piece, out[0, :, at : at + piece.shape[0]], block)
             if w.change:
-                natural = wide.weave(rows, cols, False).values if by_few else values
+                natural = wide.weave(rows, cols, 0).values if by_few else values
                 inner = torch.empty(len(values), w.change.a.rows, device=self.device)
                 wide.product(natural, w.change.a.codes.half(), inner)
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out[:, :t]
 
-    def _weaves(self, rows: int) -> bool:
-        """Whether so many rows are woven as they are made, for what they are multiplied with."""
-        return self._packed and rows <= few.MOST and not (self.block and rows > 1)
+    def _weaves(self, rows: int) -> int:
+        """How so many rows are woven as they are made, for what they are multiplied with; see `wide.HalfRows`."""
+        return few.weave_of(rows, self._narrow) if self._packed and not (self.block and rows > 1) else 0
 
     def _half_rows(self, x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
         """What `matmul` is given, as products read it."""
@@ -184,6 +196,7 @@ class GpuBackend:
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
+        self._narrow = PAIRS
         return experts.place_experts(weights, self.device, paired)
 
     def place_heads(self, weights: ExpertMatrices) -> torch.Tensor:
@@ -298,7 +311,7 @@ class GpuBackend:
             scale_k=torch.empty(r.kv_heads, device=self.device) if k.static_bytes else None,
             scale_v=torch.empty(r.kv_heads, device=self.device) if v.static_bytes else None,
         )
-        fix_basis(pages, _frequencies(rope, self.device))
+        fix_basis(pages, frequencies(rope, self.device))
         kv.basis.centre, kv.basis.scale_k, kv.basis.scale_v = pages.centre, pages.scale_k, pages.scale_v
         kv.basis.known = True
 
@@ -331,7 +344,7 @@ class GpuBackend:
         found = []
         for part in parts:
             x, pdl = qkv[part.lo : part.hi], self.pdl
-            one = _attend_bound(x, part, layer, pdl) if isinstance(part, BoundStretch) else self._attend(x, part, layer)
+            one = attend_bound(x, part, layer, pdl) if isinstance(part, BoundStretch) else self._attend(x, part, layer)
             found.append(one)
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -365,36 +378,3 @@ class GpuBackend:
         layer.seal(part.kv, part.start, part.start + len(qkv))
         pages = self._pages(part, layer, None)  # with scales that sealing may have fixed
         return latentcombine.combine(latents.attend(queries, pages, layer.softcap), pages)
-
-
-def _attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, pdl: int) -> torch.Tensor:
-    """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
-    pages, record = bound.pages, bound.pages.record
-    make: Callable[[], Queries] = partial(latentrows.prepare, qkv, layer, pages, pdl=pdl)
-    if not record.joined:
-        qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
-        layer = normed_together(qkv, layer, record.dim_k)
-        make = partial(picking.prepare, qkv, layer, pages, pdl=pdl)
-    queries = make()
-    if layer.stores and bound.fixes and pages.open is not None:
-        fix_basis(pages, _frequencies(layer.rope, qkv.device))
-        queries = make()  # which carry the mean's share of the scores
-    if layer.stores and bound.sealing == Sealing.PAGES:
-        seal(pages, 0, len(pages.lists.into) * record.page_size)
-    elif layer.stores and bound.sealing == Sealing.ROW:
-        seal_step(pages, pdl, by_row=True)
-    partials = Partials.of(pages, len(qkv), layer.heads, bound.parts)
-    if record.joined:
-        return latentcombine.combine(
-            latents.attend(queries, pages, layer.softcap, partials, pdl), pages, bound.parts, pdl=pdl
-        )
-    found = attend(queries, pages, layer.window, layer.softcap, partials, pdl)
-    out = combine(found, pages, None, pdl, layer.sinks, bound.parts)
-    if pages.lists.noted is not None:
-        note(partials, pages, layer.sinks)
-    assert out is not None
-    return out
-
-
-def _frequencies(rope: Rope | None, device: torch.device) -> torch.Tensor | None:
-    return None if rope is None else rope.frequencies_on(device)

@@ -20,17 +20,18 @@ from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.gpu.woven import place, width
+from kvcli.kernels.gpu.woven import PAIRS, place, width
 
 COLUMNS = 1024  # of a row that a program scales
 
 
 class HalfRows(NamedTuple):
-    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one; `woven`: [T, width(n)]."""
+    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one. `woven`: how they are, see
+    `woven.place`: then they are [T, width(n)]; 0 = they are not."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
-    woven: bool = False
+    woven: int = 0
 
 
 def _pad(n: int) -> int:
@@ -47,9 +48,9 @@ def _warps(pad: int) -> int:
 def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
     """Write a row of N elements, 0 behind them; float16."""
     i = tl.arange(0, PAD)
-    if WOVEN:
+    if WOVEN > 0:
         WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        tl.store(values + row * WIDTH + place(i), v, mask=i < WIDTH)
+        tl.store(values + row * WIDTH + place(i, WOVEN), v, mask=i < WIDTH)
     else:
         tl.store(values + row * N + i, v, mask=i < N)
 
@@ -64,7 +65,7 @@ def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.con
     _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: int = 0, pdl: int = SERIAL) -> HalfRows:
     """`pointwise.rms_norm` of x float32 [T, n]."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     out = _empty(t, n, x.device, woven)
@@ -89,16 +90,15 @@ def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.cons
 
 
 @triton.jit
-def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, PDL: tl.constexpr):
-    """Rows of N elements, woven, or with BACK woven ones as they were."""
+def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BEFORE: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
+    """Rows of N elements, woven otherwise than BEFORE."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    if BACK:
-        WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        _store(tl.load(x + row * WIDTH + place(i), mask=i < N, other=0.0), row, out, N, PAD, False)
-    else:
-        _store(tl.load(x + row * N + i, mask=i < N, other=0.0), row, out, N, PAD, True)
+    at = row * N + i
+    if BEFORE > 0:
+        at = row * (tl.cdiv(N, 128) * 128) + place(i, BEFORE)
+    _store(tl.load(x + at, mask=i < N, other=0.0), row, out, N, PAD, WOVEN)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.con
     _scale_down(glu(gates, others, ACT), row, values, scales, N, PAD, WOVEN)
 
 
-def _empty(rows: int, n: int, device: torch.device, woven: bool) -> torch.Tensor:
+def _empty(rows: int, n: int, device: torch.device, woven: int) -> torch.Tensor:
     return torch.empty(rows, width(n) if woven else n, dtype=torch.float16, device=device)
 
 
-def halve(x: torch.Tensor, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
+def halve(x: torch.Tensor, woven: int = 0, pdl: int = SERIAL) -> HalfRows:
     """Float32 rows [T, n] of any size."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
@@ -137,18 +137,18 @@ def halve(x: torch.Tensor, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
     return found
 
 
-def weave(rows: HalfRows, n: int, woven: bool = True, pdl: int = SERIAL) -> HalfRows:
-    """Rows of n elements, woven or not, as they are wanted."""
+def weave(rows: HalfRows, n: int, woven: int = PAIRS, pdl: int = SERIAL) -> HalfRows:
+    """Rows of n elements, woven as they are wanted."""
     if rows.woven == woven:
         return rows
     t, pad = rows.values.shape[0], _pad(n)
     out = _empty(t, n, rows.values.device, woven)
-    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, pdl, **launch_options(pdl, _warps(pad)))
+    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, woven, pdl, **launch_options(pdl, _warps(pad)))
     return HalfRows(out, rows.scales, woven)
 
 
 def gate(
-    x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None, pdl: int = SERIAL
+    x: torch.Tensor, act: str, paired: bool, woven: int = 0, scales: torch.Tensor | None = None, pdl: int = SERIAL
 ) -> HalfRows:
     """`pointwise.glu` of x float32 [T, 2 n], or [parts, T, 2 n], to be summed, times the scales [T] of its rows.
     `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
@@ -189,6 +189,47 @@ def finish(
         scales is not None, pdl, **launch_options(pdl, 4),
     )  # fmt: skip
     return to
+
+
+@triton.jit
+def _settle(product, scales, to, post, weight, out, eps, factor, N: tl.constexpr, PAD: tl.constexpr,
+            PARTS: tl.constexpr, SCALED: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr, WOVEN: tl.constexpr,
+            PDL: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PAD)
+    if POST:
+        w_post = tl.load(post + i, mask=i < N, other=0.0)
+    if NORM:
+        w = tl.load(weight + i, mask=i < N, other=0.0)
+    wait_for_previous(PDL)
+    h = tl.load(to + row * N + i, mask=i < N, other=0.0)
+    v = _summed(product + row * N, i, i < N, tl.num_programs(0).to(tl.int64) * N, PARTS)
+    if SCALED:
+        v *= tl.load(scales + row)
+    if POST:
+        v = v * tl.rsqrt(tl.sum(v * v, 0) / N + eps) * w_post
+    h += v * factor
+    tl.store(to + row * N + i, h, mask=i < N)
+    if NORM:
+        h = h * tl.rsqrt(tl.sum(h * h, 0) / N + eps) * w
+        _store(tl.clamp(h, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
+
+
+def settle(
+    product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor, post: torch.Tensor | None, factor: float,
+    norm: torch.Tensor | None, eps: float, woven: int = 0, pdl: int = SERIAL,
+) -> HalfRows | None:  # fmt: skip
+    """A product float32 [parts, T, n], summed over its parts, times the scales [T] of its rows, with the RMS norm of
+    weights `post`, times `factor`, is added to `add_to` [T, n] -> that, with the RMS norm of weights `norm`. None of
+    these has to be there."""
+    (parts, t, n), pad = product.shape, _pad(product.shape[2])
+    out = add_to if norm is None else _empty(t, n, add_to.device, woven)  # something stands for what is not there
+    launch(_settle, (t,))(
+        product, product if scales is None else scales, add_to, add_to if post is None else post,
+        add_to if norm is None else norm, out, eps, factor, n, pad, parts, scales is not None, post is not None,
+        norm is not None, woven, pdl, **launch_options(pdl, _warps(pad)),
+    )  # fmt: skip
+    return None if norm is None else HalfRows(out, None, woven)
 
 
 def product(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, block: int = 0) -> None:

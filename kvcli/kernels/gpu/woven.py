@@ -2,9 +2,10 @@
 
 A product may have its columns in any order, if both sides have the same. Four groups of a packed row, 128 columns, come
 out of their words so that each thread has what it needs of the tensor cores' operand: two float16 at a time from the
-bytes 0 and 2, or 1 and 3, of a word of one group. Rows that are multiplied with them are woven alike: element
-32 t + 16 h + 4 w + b of 128 stands at 64 h + 16 w + 8 (b % 2) + 2 t + b // 2. Woven rows have whole blocks of 128
-columns; what is behind the last column is 0.
+bytes 0 and 2, or 1 and 3, of a word of one group. Rows that are multiplied with them are woven alike. Element
+32 t + 16 h + 4 w + b of 128 stands at 64 h + 16 w + 8 (b % 2) + 2 t + b // 2 where a thread has PAIRS side by side, at
+64 h + 16 w + 4 t + 2 (b % 2) + b // 2 where it has FOURS. Woven rows have whole blocks of 128 columns; what is behind
+the last column is 0.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -15,9 +16,12 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.codes import D_M, E4M3, OF_16, PAIR, QUARTERS, factors, load_planar, unpack, values_of
-from kvcli.kernels.gpu.language import INTERPRET, fence_copies, finished
+from kvcli.kernels.gpu.language import BEFORE_3_8, INTERPRET, fence_copies, finished, half_of
 
 BLOCK = 128  # columns
+PAIRS, FOURS = 2, 4
+NARROW = FOURS if BEFORE_3_8 else PAIRS  # what the compiler gives threads of products that are not of warp groups
+_FOURS = tl.constexpr(FOURS)
 GROUPS = tl.constexpr(4)  # as many groups
 
 
@@ -27,10 +31,13 @@ def width(cols: int) -> int:
 
 
 @triton.jit
-def place(i):
-    """Where element i of a row stands in a woven one."""
-    b = i % 4
-    return i // 128 * 128 + i // 16 % 2 * 64 + i // 4 % 4 * 16 + b % 2 * 8 + i // 32 % 4 * 2 + b // 2
+def place(i, HOW: tl.constexpr):
+    """Where element i of a row stands in one that is woven for threads that have HOW elements side by side."""
+    b, inside = i % 4, i // 16 % 2 * 64 + i // 4 % 4 * 16
+    if HOW == _FOURS:
+        return i // 128 * 128 + inside + i // 32 % 4 * 4 + b % 2 * 2 + b // 2
+    else:
+        return i // 128 * 128 + inside + b % 2 * 8 + i // 32 % 4 * 2 + b // 2
 
 
 @triton.jit
@@ -133,10 +140,13 @@ def _halves_of_merged(w, above, fm, DOWN: tl.constexpr, UP: tl.constexpr, MASK: 
 
 
 @triton.jit
-def _operand(b0, b2, b1, b3, N: tl.constexpr):
+def _operand(b0, b2, b1, b3, N: tl.constexpr, HOW: tl.constexpr):
     """Bytes of words [N, 4, GROUPS] -> [N, 64], woven."""
     pairs = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [N, word, group, b // 2, b % 2]
-    return tl.reshape(tl.permute(pairs, (0, 1, 4, 2, 3)), (N, 16 * GROUPS))
+    if HOW == _FOURS:
+        return tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (N, 16 * GROUPS))
+    else:
+        return tl.reshape(tl.permute(pairs, (0, 1, 4, 2, 3)), (N, 16 * GROUPS))
 
 
 @triton.jit
@@ -146,79 +156,115 @@ def _of_words(h0, h1, h2, h3, N: tl.constexpr):
 
 
 @triton.jit
-def _words(at, seen, N: tl.constexpr):
+def _load(at, groups, G: tl.constexpr):
+    """What stands at `at` for the groups int32 [n], along the last axis; 0 for those from G on."""
+    if G % 4 == 0:  # blocks are whole
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(groups < G)[None, :], other=0)
+
+
+@triton.jit
+def _words(at, groups, G: tl.constexpr, N: tl.constexpr):
     """Four words of each group, which stand in one place, [N, 4, GROUPS]."""
-    w = tl.load(at, mask=seen, other=0)
-    return tl.permute(tl.reshape(w, (N, GROUPS, 4)), (0, 2, 1))
+    return tl.permute(tl.reshape(_load(at, groups, G), (N, GROUPS, 4)), (0, 2, 1))
+
+
+@triton.jit
+def _supers(SUPERS, row, step, G: tl.constexpr, KIND: tl.constexpr):
+    """What eight groups of rows `row` int64 [N] have in common, [N, 1]; 0 where a kind has nothing. Eight are whole
+    where they have."""
+    if KIND < PAIR or KIND == E4M3:
+        return 0
+    elif KIND != PAIR and KIND != QUARTERS and G % 16 == 0:  # 16 bits alone would not be copied ahead: two are read
+        both = tl.load(SUPERS.to(tl.pointer_type(tl.int32)) + (row * (G // 16) + step * GROUPS // 16))
+        return half_of(both >> (step * GROUPS // 8 % 2 * 16), False)[:, None]
+    else:
+        return tl.load(SUPERS + (row * (G // 8) + step * GROUPS // 8))[:, None]
 
 
 @triton.jit
 def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
              KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
-             N: tl.constexpr):  # fmt: skip
-    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], woven: float16 [N, 128]."""
+             N: tl.constexpr, WARPS: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
+    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], woven: float16 [N, 128], in the order of `_dealt`
+    rows where there are 16 for each warp."""
     g, j = tl.arange(0, GROUPS) + step * GROUPS, tl.arange(0, 4 * GROUPS)
     of_words = j // 4 + step * GROUPS
     n = row[:, None]
-    seen = (g < G)[None, :]
-    words_seen = (of_words < G)[None, :]
-    s = tl.load(SCALES + (n * (G // SPAN) + g[None, :] // SPAN), mask=seen, other=0)
-    d = s
-    if KIND >= PAIR and KIND != E4M3:  # of eight groups, which are whole where there are such
-        d = tl.load(SUPERS + (row * (G // 8) + step * GROUPS // 8))[:, None]
-    f0, m0, f1, m1 = factors(s, d, KIND, UNIT)
+    s = _load(SCALES + (n * (G // SPAN) + g[None, :] // SPAN), g, G)
+    f0, m0, f1, m1 = factors(s, _supers(SUPERS, row, step, G, KIND), KIND, UNIT)
     if KIND < D_M or KIND > QUARTERS:
         m0 = tl.zeros_like(f0)
         m1 = m0
     low = tl.broadcast_to(_pair(f0, -m0)[:, None, :], (N, 4, GROUPS))
     high = tl.broadcast_to(_pair(f1, -m1)[:, None, :], (N, 4, GROUPS))
     if WORDS < 4:
-        w0, w1, w2, more = load_planar(CODES, HIGH, n, g[None, :], seen, G, CODING, WORDS)
+        w0, w1, w2, more = load_planar(CODES, HIGH, n, g[None, :], (g < G)[None, :], G, CODING, WORDS)
         a0, a1 = unpack(w0, w1, w2, more, TABLE, CODING, WORDS)
         a0, a1 = tl.permute(a0, (0, 2, 1)), tl.permute(a1, (0, 2, 1))
     else:
-        w = _words(CODES + ((n * G + of_words[None, :]) * WORDS + j[None, :] % 4), words_seen, N)
+        w = _words(CODES + ((n * G + of_words[None, :]) * WORDS + j[None, :] % 4), of_words, G, N)
         if CODING == 4:
             b0, b2, b1, b3, c0, c2, c1, c3 = _halves_of_nibbles(w, low, high, OFFSET)
         elif CODING == OF_16:
             a0, a1 = values_of(w, TABLE)
         elif CODING == 8:
             a0 = w
-            a1 = _words(CODES + ((n * G + of_words[None, :]) * WORDS + 4 + j[None, :] % 4), words_seen, N)
+            a1 = _words(CODES + ((n * G + of_words[None, :]) * WORDS + 4 + j[None, :] % 4), of_words, G, N)
         elif CODING == 5:
-            h = tl.load(HIGH + (n * G + g[None, :]), mask=seen, other=0)
+            h = _load(HIGH + (n * G + g[None, :]), g, G)
             above = _of_words(h, h >> 1, h >> 2, h >> 3, N)
             b0, b2, b1, b3 = _halves_of_merged(w, above, low, 0, 4, 31, OFFSET)
             c0, c2, c1, c3 = _halves_of_merged(w, above, high, 4, 0, 31, OFFSET)
         else:
             i = tl.arange(0, 2 * GROUPS)
             of_pairs = i // 2 + step * GROUPS
-            pairs = tl.load(HIGH + ((n * G + of_pairs[None, :]) * 2 + i[None, :] % 2), mask=(of_pairs < G)[None, :],
-                            other=0)  # fmt: skip
-            h0, h1 = tl.split(tl.reshape(pairs, (N, GROUPS, 2)))
-            above = _of_words(h0, h0 >> 4, h1, h1 >> 4, N)
+            pairs = _load(HIGH + ((n * G + of_pairs[None, :]) * 2 + i[None, :] % 2), of_pairs, G)
+            each = tl.broadcast_to(tl.reshape(pairs, (N, GROUPS, 2))[:, :, :, None], (N, GROUPS, 2, 2))
+            above = tl.permute(tl.reshape(each, (N, GROUPS, 4)), (0, 2, 1))
+            above = above >> (tl.arange(0, 4) % 2 * 4)[None, :, None]
             b0, b2, b1, b3 = _halves_of_merged(w, above, low, 0, 4, 63, OFFSET)
             c0, c2, c1, c3 = _halves_of_merged(w, above, high, 4, 2, 63, OFFSET)
     if CODING < 4 or CODING > 6:
         b0, b2, b1, b3 = _halves_of_bytes(a0, low, OFFSET)
         c0, c2, c1, c3 = _halves_of_bytes(a1, high, OFFSET)
-    halves = tl.join(_operand(b0, b2, b1, b3, N), _operand(c0, c2, c1, c3, N))
-    return tl.reshape(tl.permute(halves, (0, 2, 1)), (N, 128))
+    halves = tl.join(_operand(b0, b2, b1, b3, N, HOW), _operand(c0, c2, c1, c3, N, HOW))
+    w = tl.reshape(tl.permute(halves, (0, 2, 1)), (N, 128))
+    if N % (16 * WARPS) == 0:
+        w = tl.reshape(tl.permute(tl.reshape(w, (N // (16 * WARPS), 2, WARPS, 8, 128)), (0, 2, 1, 3, 4)), (N, 128))
+    return w
+
+
+@triton.jit
+def _dealt(row, N: tl.constexpr, WARPS: tl.constexpr):
+    """Rows [N] in the order in which they are loaded. Tensor cores want 16 rows side by side of a warp; loads give it 8
+    of every 8 WARPS, and it keeps those that it loaded."""
+    if N % (16 * WARPS) == 0:
+        return tl.reshape(tl.permute(tl.reshape(row, (N // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3)), (N,))
+    else:
+        return row
 
 
 @triton.jit
 def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
               CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
-              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Rows `row` int64 [N] of a packed matrix times woven rows `x_row` int64 [T] of X float16, where `there`, over
-    blocks [first, last) of 128 columns -> float32 [N, T].
+              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
+              HOW: tl.constexpr):  # fmt: skip
+    """Rows `row` int64 [N] of a packed matrix times rows `x_row` int64 [T] of X float16, woven HOW (see `place`), where
+    `there`, over blocks [first, last) of 128 columns, by WARPS warps -> float32 [N, T].
 
     Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
     x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, 128)[None, :]
     acc = tl.zeros((N, T), tl.float32)
+    row = _dealt(row, N, WARPS)
     for step in tl.range(first, last, num_stages=STAGES):
-        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N)
+        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N,
+                     WARPS, HOW)  # fmt: skip
         x = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
-        fence_copies(N)
-        acc = finished(tl.dot(w, tl.trans(x), acc))
+        if N >= 64 and WARPS % 4 == 0:  # the product is one of warp groups
+            fence_copies(N)
+            acc = finished(tl.dot(w, tl.trans(x), acc))
+        else:
+            acc = tl.dot(w, tl.trans(x), acc)
     return acc

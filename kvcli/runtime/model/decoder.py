@@ -164,16 +164,16 @@ class Decoder:
     def _through(self, x: torch.Tensor, step: Step, tokens: torch.Tensor | None = None, first: Operand = None) -> None:
         """Have every sublayer add to x [T, d_model]. `tokens`: see `_tokens`; `first`: what the first one reads, where
         that is not x normed."""
-        operand: Operand = x
+        operand, ready = x, first
         tapped, each_layer = list[torch.Tensor](), len(self.weights.sublayers) // self.config.n_layers
-        for i, each in enumerate(self.weights.sublayers):
+        for i, (each, following) in enumerate(self.weights.with_next()):
             if self.taps and i % each_layer == 0 and i // each_layer in self.taps:
                 tapped.append(self._copy(x))
-            if first is not None and i == 0:
-                operand = first
+            if ready is not None:
+                operand = ready
             elif not each.beside:
                 operand = self._operand(x, each)
-            self._add(x, self._inner(each.inner, operand, step, tokens), each)
+            ready = self._add(x, self._inner(each.inner, operand, step, tokens), each, following)
             if each.leaves != 1:
                 x *= each.leaves
         self.tapped = tapped
@@ -207,16 +207,23 @@ class Decoder:
             return self._normed(x, each.norm, each.norm_bias)
         return self.ops.normed(x, each.norm, self.config.norm_eps)
 
-    def _add(self, x: torch.Tensor, inner: Operand, sublayer: Sublayer) -> None:
-        """x += what the sublayer makes of `inner`, its last product's input."""
+    def _add(self, x: torch.Tensor, inner: Operand, sublayer: Sublayer, following: Sublayer | None = None) -> Operand:
+        """x += what the sublayer makes of `inner`, its last product's input -> what the first product of the following
+        sublayer reads, where a GPU's kernel makes that, too, else None."""
         scale, bias = self.config.residual_scale, sublayer.bias
+        rms, post = self.config.block.norm != LAYER, sublayer.post_norm
+        norm = following.norm if rms and following and not following.beside and sublayer.leaves == 1 else None
+        settles = sublayer.out and bias is None and (norm is not None or (rms and post is not None))
+        if settles and not isinstance(self.ops, HostBackend):
+            return self.ops.settle(inner, sublayer.out, x, (post, norm), scale, self.config.norm_eps)
         if sublayer.out and bias is None and sublayer.post_norm is None and scale == 1:
             self.ops.matmul(inner, sublayer.out, add_to=x)
-            return
+            return None
         y = self.ops.matmul(inner, sublayer.out) if sublayer.out else inner
         if bias is not None:
             self.ops.add_(y, bias)
         self.ops.add_(x, self._normed(y, sublayer.post_norm), scale)
+        return None
 
     def _inner(self, inner: Inner, x: Operand, step: Step, tokens: torch.Tensor | None) -> Operand:
         """x [T, d_model], normed -> heads' outputs [T, heads * dim_v], with the rows stored, or activated [T, d_ff], or

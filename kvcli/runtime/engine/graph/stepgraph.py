@@ -25,7 +25,8 @@ from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 
-ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
+ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
+SHORT_ROWS = 16  # whose kernels are wanted first
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 
@@ -183,10 +184,11 @@ class StepGraph:
         return rows.found(parts)
 
     def dry_run(self, shortest: bool = False) -> None:
-        """Launch the kernels of every kind of step, or of the shortest, with no rows in any."""
+        """Launch the kernels of every kind of step, or of short ones, with no rows in any."""
         mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
-        for count in self.sizes[: 1 if shortest else None]:
-            if mixture or count <= max(ROWS_OF_OTHER_KINDS, self.sizes[0]):
+        most = SHORT_ROWS if shortest else ROWS[-1] if mixture else ROWS_OF_OTHER_KINDS
+        for count in self.sizes:
+            if count <= max(most, self.sizes[0]):
                 for fixes in {False, any(group.sealed for group in self.layout.groups)}:
                     self._of(count, 1).launch(SMALLEST_BUCKET, fixes)
 
