@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gpucases import DEVICE, GpuCache, attention_over, error, position
+from gpucases import DEVICE, MORE, GpuCache, attention_over, error, position
 from kernelcases import one_thread
 from sealedcases import gaussian
 
@@ -74,9 +74,26 @@ def check(kv: PagedKV, cache: GpuCache, start: int, t: int, window: int, graph: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("types", [F16, INT8, INT4])
 @pytest.mark.parametrize(
-    ("t", "window", "graph"), [(1, 0, False), (1, 0, True), (1, 40, True), (9, 0, False), (5, 40, False)]
+    ("types", "t", "window", "graph"),
+    [
+        (F16, 1, 0, False),
+        (INT8, 1, 0, True),
+        (INT4, 1, 40, True),
+        (INT8, 9, 0, False),
+        (INT4, 5, 40, False),
+        *(
+            pytest.param(types, *case, marks=MORE)
+            for case, more in (
+                ((1, 0, False), (INT8, INT4)),
+                ((1, 0, True), (F16, INT4)),
+                ((1, 40, True), (F16, INT8)),
+                ((9, 0, False), (F16, INT4)),
+                ((5, 40, False), (F16, INT8)),
+            )
+            for types in more
+        ),
+    ],
 )
 def test_a_list_made_by_hand(types, t, window, graph):
     cache, random = GpuCache(types, (64, 64), 2), np.random.default_rng(t + window)

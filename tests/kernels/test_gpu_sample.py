@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gpucases import DEVICE
+from gpucases import DEVICE, MORE
 from kernelcases import one_thread
 
 from kvcli.errors import KVError
@@ -85,7 +85,9 @@ PENALISED = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "known"), PENALISED)
+@pytest.mark.parametrize(
+    ("options", "known"), [pytest.param(*case, marks=MORE if i % 2 else ()) for i, case in enumerate(PENALISED)]
+)
 def test_penalised_tokens_are_those_of_the_sampler(options: SampleOptions, known: int) -> None:
     """Each that is chosen counts for the next ones, until it is too long ago. The favourites stay about the same."""
     options, changed = replace(options, seed=7), []

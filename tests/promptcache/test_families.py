@@ -34,7 +34,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "codec", "evict"), CASES, ids=lambda x: getattr(x, "policy", x))
+@pytest.mark.parametrize(
+    ("variant", "codec", "evict"),
+    [pytest.param(*case, marks=pytest.mark.thorough if i % 2 else ()) for i, case in enumerate(CASES)],
+    ids=lambda x: getattr(x, "policy", x),
+)
 def test_rows_are_what_they_were(variant: str, codec: str, evict: EvictOptions, tmp_path: Path) -> None:
     """To the bit, and from a file the same tokens."""
     config = CacheOptions(ctx_size=CTX, type_k=codec, type_v=codec, page_size=PAGE, evict=evict, force_types=True)

@@ -29,9 +29,20 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["llama", "gemma3"])
-@pytest.mark.parametrize("types", [("f16", "f16", 1), ("f32", "bf16", 1), ("int8", "int4", 1), ("fp8", "fp8", 1),
-                                   ("int6", "int6", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variant", "types"),
+    [
+        pytest.param(variant, types, marks=() if variant == usual else pytest.mark.thorough)
+        for types, usual in (
+            (("f16", "f16", 1), "gemma3"),
+            (("f32", "bf16", 1), "llama"),
+            (("int8", "int4", 1), "gemma3"),
+            (("fp8", "fp8", 1), "llama"),
+            (("int6", "int6", 0), "llama"),
+        )
+        for variant in ("llama", "gemma3")
+    ],
+)
 def test_from_disk_it_is_the_cold_run(tmp_path: Path, variant: str, types: tuple[str, str, int]) -> None:
     """Documents of the window's length and around it, of whole pages and not; another question behind each."""
     engine = engine_of(variant, *types)

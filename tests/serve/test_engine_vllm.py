@@ -113,13 +113,18 @@ def test_one_answer(vllm: Vllm) -> None:
     [
         (["-m", "tiny", "--evict", "sink"], 2, "--evict cannot be used with vllm: it forgets nothing"),
         (["-m", "tiny", "-ct", "int5"], 2, "int5 is no type of vllm"),
-        (["-m", "tiny", "-ctk", "fp8"], 2, "one type for keys and values"),
-        (["-m", "tiny", "--json"], 2, "does not tell what its cache holds"),
-        (["-m", "tiny", "--vram-limit", "6G"], 2, "vLLM takes a share"),
         (["-m", "smollm2"], 2, "it does not read GGUF files"),
-        (["-m", "bin"], 3, "bin has no config.json"),
-        (["-m", "tiny", "--tp", "3", "--nodes", "2"], 2, "--nodes 2 does not divide the 3 GPUs"),
         (["-m", "broken"], 3, "vLLM ended with exit code 1\n  ValueError: this model is broken"),
+        *(
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (
+                (["-m", "tiny", "-ctk", "fp8"], 2, "one type for keys and values"),
+                (["-m", "tiny", "--json"], 2, "does not tell what its cache holds"),
+                (["-m", "tiny", "--vram-limit", "6G"], 2, "vLLM takes a share"),
+                (["-m", "bin"], 3, "bin has no config.json"),
+                (["-m", "tiny", "--tp", "3", "--nodes", "2"], 2, "--nodes 2 does not divide the 3 GPUs"),
+            )
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
