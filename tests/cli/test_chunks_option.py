@@ -18,6 +18,7 @@ TEXT = "the pages of a cache are read again and again while rows are written int
 @pytest.fixture
 def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of two files; every chunk may be moved."""
+    assert str(tiny.make("llama").path) in MODEL
     for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_STATE_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(chunkcaches, "LEAST", 64)
@@ -27,7 +28,7 @@ def documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["-f", str(tmp_path / "a.txt"), "-f", str(tmp_path / "b.txt")]
 
 
-MODEL = ("-m", str(tiny.make("llama").path), "--page-size", "16")
+MODEL = ("-m", str(tiny.path_of("llama")), "--page-size", "16")
 
 
 @pytest.mark.slow

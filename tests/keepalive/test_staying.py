@@ -21,9 +21,14 @@ from conftest import KvHere
 from staying import Staying, is_alive, until
 
 pytestmark = pytest.mark.slow
-MODEL = tiny.make("gemma3").path  # of which kv has a chat template
+MODEL = tiny.path_of("gemma3")  # of which kv has a chat template
 RUN = ("run", "-m", str(MODEL), "--raw", "--no-cache", "-s", "7")
 LONG = (*RUN, "--jsonl", "--ignore-eos", "-n", "300", "Pack my box")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def model() -> None:
+    assert tiny.make("gemma3").path == MODEL
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from tinyvariants import BESIDE, VARIANTS, family_of
 
 __all__ = [
     "BESIDE", "CONTEXT", "FILES_ALONE", "VARIANTS", "WINDOW", "Tiny", "Variant", "build", "folder", "make", "make_even",
-    "next_layer", "write",
+    "next_layer", "path_of", "write",
 ]  # fmt: skip
 
 _EACH_LAYER = (
@@ -62,7 +62,12 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 @functools.cache
 def make(name: str) -> Tiny:
     """The variant of that name (a key of VARIANTS, or of BESIDE); its file is written once."""
-    return build(BESIDE.get(name) or VARIANTS[name], Path(_folder().name) / f"{name}.gguf")
+    return build(BESIDE.get(name) or VARIANTS[name], path_of(name))
+
+
+def path_of(name: str) -> Path:
+    """Where `make` writes the variant of that name."""
+    return Path(_folder().name) / f"{name}.gguf"
 
 
 def build(variant: Variant, path: Path) -> Tiny:
