@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
-PROMPT_ROWS = (16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
+PROMPT_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
 SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
 TOGETHER = (4, 8)  # prompts that are read in one pass
 LEAST_ROWS = 2  # of prompts that are there for their answers
