@@ -102,6 +102,8 @@ static struct {
 
 #if defined(__x86_64__)
 #define RELAX() _mm_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("isb" : : : "memory") /* takes a while, which `yield` does not: it does nothing on most */
 #else
 #define RELAX() ((void)0)
 #endif
