@@ -12,10 +12,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernelcases import backend, one_thread, same_bits, whole
+from sealedcases import LANES
 
 from kvcli.codecs import CODECS, RecordLayout
-from kvcli.kernels import NEVER, Angles, Basis, Entries, Into, PagedKV
+from kvcli.kernels import NEVER, Angles, Backend, Basis, Entries, Into, PagedKV
 from kvcli.kernels.reference.backend import ReferenceBackend
+from kvcli.kernels.reference.fixed import rounded_query
 from kvcli.runtime.config import RopeConfig
 from kvcli.runtime.model.rope import RopeTable
 
@@ -88,12 +90,21 @@ def made(types: tuple[str, str], seed: int, last: int) -> tuple[PagedKV, Angles 
     return kv, ROPE.centres(kv) if kv.basis.centre is not None else None
 
 
-def expected(kv: PagedKV, q: torch.Tensor, turned: torch.Tensor, start: int, window: int, angles: Angles | None):
+def multiplied(ops: Backend, kv: PagedKV, q: torch.Tensor) -> torch.Tensor:
+    """float64 queries as they are multiplied with the keys of that class: rounded where products are integers."""
+    codec, lanes = kv.record.codec_k, LANES.get(getattr(ops, "isa", ""), DIM)
+    return rounded_query(q) if codec.grid and codec.bits in (4, 8) and DIM % (4 * lanes) == 0 else q.double()
+
+
+def expected(
+    ops: Backend, kv: PagedKV, q: torch.Tensor, turned: torch.Tensor, start: int, window: int, angles: Angles | None
+) -> torch.Tensor:
     """float64 [T, HEADS * DIM], query by query and entry by entry; rows of queries that see nothing are NaN."""
     out = []
+    asked = [[multiplied(ops, each, x) for x in (q, turned)] for each in kv.classes]
     for position, queries in enumerate(zip(q.double(), turned.double(), strict=True), start):
         scores, values = [], []
-        for each in kv.classes:
+        for each, rounded in zip(kv.classes, asked, strict=True):
             e = each.entries
             for at, page in enumerate(e.memory):
                 slots = [s for s in range(e.lo[at], e.hi[at]) if e.first[at] + s <= position
@@ -102,8 +113,10 @@ def expected(kv: PagedKV, q: torch.Tensor, turned: torch.Tensor, start: int, win
                 if slots:
                     k, v = (x[:, [s - slots[0] for s in slots]] for x in each.rows(page, slots[0], slots[-1] + 1))
                     centre = each.centre(at, angles)
-                    k = (k if centre is None else k + centre[:, slots]).double().repeat_interleave(HEADS // KV_HEADS, 0)
-                    scores.append(torch.einsum("hd,hnd->hn", queries[e.turned[at]], k) * SCALE)
+                    mean = torch.zeros_like(k) if centre is None else centre[:, slots]
+                    k, mean = (x.double().repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, mean))
+                    score = torch.einsum("hd,hnd->hn", rounded[e.turned[at]][position - start], k)
+                    scores.append((score + torch.einsum("hd,hnd->hn", queries[e.turned[at]], mean)) * SCALE)
                     values.append(v.double().repeat_interleave(HEADS // KV_HEADS, 0))
         if not scores:
             out.append(torch.full((HEADS * DIM,), torch.nan, dtype=torch.float64))
@@ -126,7 +139,7 @@ def test_kernels_see_what_the_list_says_and_nothing_else(
     ops, (kv, angles) = backend(name), made(types, seed, last)
     start, noise = last // 2, torch.manual_seed(seed)
     q, turned = (torch.randn(n, HEADS, DIM, generator=noise) for _ in range(2))
-    wanted = expected(kv, q, turned, start, window, angles)
+    wanted = expected(ops, kv, q, turned, start, window, angles)
     found = ops.attention(q, kv, start, window, SCALE, 0.0, angles, turned)
     seeing = ~wanted.isnan().any(1)
     assert found[seeing].isfinite().all() and ((found - wanted)[seeing].abs() < 1e-5).all()
