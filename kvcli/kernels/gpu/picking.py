@@ -22,9 +22,10 @@ from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages
 from kvcli.kernels.gpu.rows import Queries, hadamard, head_of, prepare_head, query_gain, row_and_page, turning
-from kvcli.kernels.gpu.tiles import launch_options
+from kvcli.kernels.gpu.tiles import bound, launch_options
 
 TILE, WARPS = 128, 4  # means that a program looks at
+DIGITS = 10  # of two bits, of a score
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _counted(number, least, step, FIELD: tl.constexpr):
 
 
 @triton.jit
-def _pick(scores, table, chosen, end, count, entries, N: tl.constexpr):
+def _pick(scores, table, chosen, end, count, entries, digits, N: tl.constexpr):
     """List the words of the `count` best entries below `end`, in the order of the table; of equal ones the first.
 
     Scores become numbers of 20 bits, which lose less than the codes of means do. The least one that is read is found
@@ -57,11 +58,13 @@ def _pick(scores, table, chosen, end, count, entries, N: tl.constexpr):
     number = tl.where(s > NEVER, number, -1)
     least = 0
     above = 0  # entries with larger numbers than any that `least` may yet become
-    for i in tl.static_range(10):
-        step = 1 << (18 - 2 * i)
+    step = 1 << 18
+    # A loop that stays one: instructions that are not there yet, as at the next layer, take longer than running them.
+    for _ in tl.range(bound(0), bound(digits), loop_unroll_factor=1):
         one, two, three = _counted(number, least, step, FIELD)
         above = tl.where(three >= count, above, tl.where(two >= count, three, tl.where(one >= count, two, one)))
         least += tl.where(three >= count, 3, tl.where(two >= count, 2, tl.where(one >= count, 1, 0))) * step
+        step = step >> 2
     more, same = (number > least).to(tl.int32), (number == least).to(tl.int32)
     left = count - above
     if N > 16384:
@@ -93,7 +96,7 @@ def _pooled(
     return q * (factor / GROUP)
 
 
-@triton.jit(do_not_specialize=["offset", "length", "past", "told", "entries", "tiles"])
+@triton.jit(do_not_specialize=["offset", "length", "past", "told", "entries", "tiles", "digits"])
 def _prepare_and_pick(
     position, into, offset,
     qkv, shift, frequencies, bias, q_norm, k_norm, centre, q, qc, qb, eps, factor, amplitude, growth, length, past,
@@ -102,7 +105,7 @@ def _prepare_and_pick(
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
     LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, APART: tl.constexpr, STORES: tl.constexpr,
-    summaries, table, limits, scores, done, chosen, told, room, entries, tiles,
+    summaries, table, limits, scores, done, chosen, told, room, entries, tiles, digits,
     PITCH: tl.constexpr, MEANS: tl.constexpr, BN: tl.constexpr, N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first KV_HEADS * tiles programs score BN entries for a head, the others are those of `prepare` (rows.py) for
@@ -130,7 +133,7 @@ def _prepare_and_pick(
         tl.debug_barrier()  # all threads have stored theirs before one counts
         if tl.atomic_add(done + head, 1, sem="acq_rel") == tiles - 1:
             tl.store(done + head, 0)
-            _pick(scores + head * room, table, chosen + head * room, end, count, entries, N)
+            _pick(scores + head * room, table, chosen + head * room, end, count, entries, digits, N)
     else:
         at, word = row_and_page(0, position, into, SIZE, APART)
         prepare_head(
@@ -162,7 +165,7 @@ def prepare(
     tiles, n = triton.cdiv(entries, each), triton.next_power_of_2(entries)
     launch(_prepare_and_pick, (r.kv_heads * tiles + programs,))(
         *given, some.summaries, pages.lists.table, some.limits, some.scores, some.done, some.chosen,
-        pages.layer * told.bytes, room, entries, tiles, told.pitch, told.means, each, n, pdl,
+        pages.layer * told.bytes, room, entries, tiles, DIGITS, told.pitch, told.means, each, n, pdl,
         **launch_options(pdl, max(WARPS, min(32, n // 512))),
     )  # fmt: skip
     return out
