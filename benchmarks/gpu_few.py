@@ -22,7 +22,7 @@ from kvcli.kernels.gpu.formats import DeviceMatrix, constants
 from kvcli.kernels.gpu.language import SERIAL
 from kvcli.kernels.gpu.matvec import GATED
 from kvcli.kernels.gpu.wide import HalfRows, weave
-from kvcli.kernels.gpu.woven import PAIRS
+from kvcli.kernels.gpu.woven import WARPS
 
 DEVICE = torch.device("cuda")
 NAMES = [name for name in SHAPES if name.endswith("8B")]
@@ -31,22 +31,17 @@ TILES = [(64, 2), (64, 3), (64, 4), (128, 2), (128, 3), (128, 4)]  # rows of the
 ROTATE_BYTES = 200 << 20
 
 
-def product(x: torch.Tensor, m: DeviceMatrix, out: torch.Tensor, woven: int, tiles: tuple[int, int] | None) -> None:
-    """As `few.product`, or by warp groups with other tiles."""
+def product(x: torch.Tensor, m: DeviceMatrix, out: torch.Tensor, tiles: tuple[int, int] | None) -> None:
+    """As `few.product`, or with other tiles."""
     if tiles is None:
-        few.product(x, m, out, woven)
+        few.product(x, m, out)
         return
     count, t, _ = out.shape
     each = triton.cdiv(triton.cdiv(m.cols, few.BLOCK), count)
     few._few[(triton.cdiv(m.rows, tiles[0]), count)](
-        x, *m.arrays, m.table, out, m.rows, t, out.stride(1), each, G=m.groups, **constants(m.format), N=tiles[0],
-        T=max(16, triton.next_power_of_2(t)), STAGES=tiles[1], WARPS=4, HOW=woven, PDL=SERIAL, num_warps=4,
+        x, *m.arrays, m.table, out, m.rows, t, out.stride(1), each, G=m.groups, **constants(m.format),
+        N=tiles[0], T=max(few.FEWEST, triton.next_power_of_2(t)), STAGES=tiles[1], PDL=SERIAL, num_warps=WARPS.value,
     )  # fmt: skip
-
-
-def how(t: int, tiles: tuple[int, int] | None) -> int:
-    """Rows are woven."""
-    return few.weave_of(t) if tiles is None else PAIRS
 
 
 def exact(x: torch.Tensor, m: DeviceMatrix) -> torch.Tensor:
@@ -58,15 +53,14 @@ def exact(x: torch.Tensor, m: DeviceMatrix) -> torch.Tensor:
 def check(m: DeviceMatrix, t: int, tiles: tuple[int, int] | None, runs: int, parts: int) -> tuple[float, int]:
     """The largest relative error of a run, and how many runs have other bits than most."""
     x = torch.randn(t, m.cols, device=DEVICE).half()
-    woven, expected = how(t, tiles), exact(x, m)
-    values = weave(HalfRows(x), m.cols, woven).values
+    woven, expected = weave(HalfRows(x), m.cols).values, exact(x, m)
     others = torch.randn(4096, 4096, device=DEVICE).half()
     found = []
     for run in range(runs):
         out = torch.full((parts, t, m.rows), torch.nan, device=DEVICE)
         if run % 2:
             others @ others  # leaves other numbers in shared memory
-        product(values, m, out, woven, tiles)
+        product(woven, m, out, tiles)
         found.append(out.sum(0))
     usual = torch.stack(found).median(0).values if runs > 2 else found[0]
     return max(relative(y, expected) for y in found), sum(not torch.equal(y, usual) for y in found)
@@ -91,14 +85,11 @@ def main() -> None:
             matrices = [first, *(random_matrix(fmt, n, k, role if role == GATED else 0) for _ in range(copies - 1))]
             for t in map(int, options.rows.split(",")):
                 for tiles in (None, *TILES) if options.tiles else (None,):
-                    woven = how(t, tiles)
-                    parts = few.parts([first], t, woven)
+                    parts = few.parts([first], t)
                     error, off = check(first, t, tiles, options.runs, parts)
-                    x = weave(HalfRows(torch.randn(t, k, device=DEVICE).half()), k, woven).values
+                    x = weave(HalfRows(torch.randn(t, k, device=DEVICE).half()), k).values
                     out = torch.empty(parts, t, n, device=DEVICE)
-                    us = graph_us(
-                        [lambda m=m, x=x, o=out, h=woven, ti=tiles: product(x, m, o, h, ti) for m in matrices * 2]
-                    )
+                    us = graph_us([lambda m=m, x=x, o=out, ti=tiles: product(x, m, o, ti) for m in matrices * 2])
                     row = {"product": name, "format": fmt, "rows": t, "tiles": tiles, "parts": parts, "error": error,
                            "off": off, "us": us, "GB/s": first.nbytes / us / 1e3}  # fmt: skip
                     rows.append(row)

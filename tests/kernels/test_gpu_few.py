@@ -33,8 +33,7 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     matrix = formats.repack((weights,), torch.device(DEVICE), False)
     x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
     out = torch.full((parts, t, rows + 9), torch.nan, device=DEVICE)
-    woven = few.weave_of(t)
-    few.product(weave(HalfRows(x.to(DEVICE)), cols, woven).values, matrix, out[:, :, 4 : 4 + rows], woven)
+    few.product(weave(HalfRows(x.to(DEVICE)), cols).values, matrix, out[:, :, 4 : 4 + rows])
     exact = FORMS[type_].kind in (D, EXPONENT)  # in float16; else scales are rounded to it
     expected = x.double() @ (weights.decode().half() if exact else weights.decode()).double().T
     found = out[:, :, 4 : 4 + rows].double().sum(0).cpu()
@@ -75,10 +74,9 @@ def test_every_run_has_the_same_bits(t: int) -> None:
     piece = formats.repack((packed("Q4_K", 512, 4096),), torch.device(DEVICE), False)
     names = ("codes", "high", "scales", "supers")
     whole = replace(piece, rows=56 * 512, **{name: getattr(piece, name).repeat(56, 1) for name in names})
-    woven, x = few.weave_of(t), torch.randn(t, 4096, generator=torch.manual_seed(3)).half()
-    values = weave(HalfRows(x.to(DEVICE)), 4096, woven).values
-    outs = torch.empty(100, few.parts([whole], t, woven), t, whole.rows, device=DEVICE)
+    x = weave(HalfRows(torch.randn(t, 4096, generator=torch.manual_seed(3)).half().to(DEVICE)), 4096).values
+    outs = torch.empty(100, few.parts([whole], t), t, whole.rows, device=DEVICE)
     for out in outs:
-        few.product(values, whole, out, woven)
+        few.product(x, whole, out)
     pieces = outs.sum(1).view(100, t, 56, 512)
     assert torch.equal(pieces, pieces[:1, :, :1].expand_as(pieces))

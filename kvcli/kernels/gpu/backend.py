@@ -45,7 +45,6 @@ from kvcli.kernels.gpu.places import words
 from kvcli.kernels.gpu.rows import normed_together, with_values
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.states import delta_net, short_conv
-from kvcli.kernels.gpu.woven import NARROW, PAIRS
 from kvcli.kernels.paged import Angles, PagedKV, Stretch
 from kvcli.kernels.reference import ggml, pointwise
 from kvcli.kernels.reference.experts import ExpertMatrices
@@ -72,7 +71,6 @@ class GpuBackend:
         self._angles = dict[int, tuple[Angles, torch.Tensor]]()  # of the parts of a step, by identity
         self._hadamard: dict[int, torch.Tensor] = {}
         self._most, self._packed = 0, False  # numbers that `expand.slices` needs; whether any weights are packed
-        self._narrow = NARROW  # how few rows are woven; where there are experts, as these want them
         self.pdl = SERIAL
 
     @contextmanager
@@ -157,30 +155,29 @@ class GpuBackend:
         t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
         block = self.block if t > 1 else 0
         by_few = not block and all(few.can(w, t) for w in weights)
-        woven = few.weave_of(t, self._narrow) if by_few else 0
-        values = wide.weave(rows, cols, woven, self.pdl).values
+        values = wide.weave(rows, cols, by_few, self.pdl).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
-        out = torch.empty(few.parts(weights, t, woven) if by_few else 1, len(values), total, device=self.device)
+        out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
         done = 0
         for w in weights:
             if by_few:
-                few.product(values, w, out[:, :, done : done + w.rows], woven, self.pdl)
+                few.product(values, w, out[:, :, done : done + w.rows], self.pdl)
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
                     wide.product(values, piece, out[0, :, at : at + piece.shape[0]], block)
             if w.change:
-                natural = wide.weave(rows, cols, 0).values if by_few else values
+                natural = wide.weave(rows, cols, False).values if by_few else values
                 inner = torch.empty(len(values), w.change.a.rows, device=self.device)
                 wide.product(natural, w.change.a.codes.half(), inner)
                 out[0, :, done : done + w.rows] += inner @ w.change.b.T
             done += w.rows
         return out[:, :t]
 
-    def _weaves(self, rows: int) -> int:
-        """How so many rows are woven as they are made, for what they are multiplied with; see `wide.HalfRows`."""
-        return few.weave_of(rows, self._narrow) if self._packed and not (self.block and rows > 1) else 0
+    def _weaves(self, rows: int) -> bool:
+        """Whether so many rows are woven as they are made, for what they are multiplied with."""
+        return self._packed and rows <= few.MOST and not (self.block and rows > 1)
 
     def _half_rows(self, x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
         """What `matmul` is given, as products read it."""
@@ -196,7 +193,6 @@ class GpuBackend:
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""
-        self._narrow = PAIRS
         return experts.place_experts(weights, self.device, paired)
 
     def place_heads(self, weights: ExpertMatrices) -> torch.Tensor:

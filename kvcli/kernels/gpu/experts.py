@@ -21,7 +21,7 @@ from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, constants, rep
 from kvcli.kernels.gpu.language import SERIAL, fence_copies, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.wide import COLUMNS, HalfRows, weave
-from kvcli.kernels.gpu.woven import PAIRS, woven_dot
+from kvcli.kernels.gpu.woven import woven_dot
 from kvcli.kernels.reference.experts import LEAST_SUM, ExpertMatrices
 from kvcli.kernels.reference.matmul import QuantTensor
 from kvcli.routing import GATINGS, Routing
@@ -29,7 +29,7 @@ from kvcli.routing import GATINGS, Routing
 ROWS = 64  # of a matrix that a program has
 STEP = 4  # groups of columns at a time
 TILES = (16, 32, 64, 128)  # rows of x that a program has; with as many stages as fit into 99 KiB of shared memory
-_LEAST_SUM, _PAIRS = tl.constexpr(LEAST_SUM), tl.constexpr(PAIRS)
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class DeviceExperts:
         return self.matrix.rows // self.experts
 
     @property
-    def woven(self) -> int:
-        """How rows are woven that they are multiplied with; see `HalfRows`."""
-        return PAIRS if self.matrix.format.kind != PLAIN else 0
+    def woven(self) -> bool:
+        """Whether they are multiplied with woven rows."""
+        return self.matrix.format.kind != PLAIN
 
 
 def place_experts(weights: ExpertMatrices, device: torch.device, paired: bool) -> DeviceExperts:
@@ -211,7 +211,7 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
             y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP, STAGES)
         else:
             y = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K, 128), K // 32, CODING,
-                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES, 4, _PAIRS)  # fmt: skip
+                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES)  # fmt: skip
         if SCALED:
             y *= tl.load(X_SCALES + x_row, mask=there, other=0.0)[None, :]
         if BIASED:

@@ -9,7 +9,6 @@ long as one, since reading the weights is what takes the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,31 +19,19 @@ from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.language import LEADING, SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import launch_options
-from kvcli.kernels.gpu.woven import BLOCK, NARROW, PAIRS, woven_dot
+from kvcli.kernels.gpu.woven import BLOCK, WARPS, woven_dot
 
 MOST = 64  # rows
-FEW = 0  # rows up to which products are by single warps, and not by warp groups; with 8 a batch of 8 took 12 % longer
+ROWS = 64  # of the matrix that a program has; this and what follows as measured on an H200
 BLOCKS = 8  # of columns that are summed in one go, at least
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Rows of the matrix, warps, rows of the tile and pipeline stages of a program, and how many of these a
-    multiprocessor should have."""
-
-    rows: int
-    warps: int
-    width: int
-    stages: int
-    programs: int
+FEWEST = 16  # rows of a tile
 
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
 def _few(
     X, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
     G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
-    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-    HOW: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows of the matrix, `each` blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT [parts, count,
     pitch]."""
@@ -55,7 +42,7 @@ def _few(
     last = tl.minimum(part * each + each, tl.cdiv(G, 4))
     wait_for_previous(PDL)
     acc = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last, G, CODING,
-                    WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES, WARPS, HOW)  # fmt: skip
+                    WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES)  # fmt: skip
     out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
 
@@ -65,48 +52,32 @@ def can(matrix: DeviceMatrix, rows: int) -> bool:
     return rows <= MOST and matrix.format.kind != PLAIN
 
 
-def weave_of(rows: int, narrow: int = NARROW) -> int:
-    """How so many rows are woven for `product` (see `woven.place`), FEW of them `narrow`; 0 = they are too many."""
-    return 0 if rows > MOST else narrow if rows <= FEW else PAIRS
-
-
-def _tiling(matrix: DeviceMatrix, rows: int, woven: int) -> Tiling:
-    """Of a product with so many rows, woven so; as measured on an H200."""
-    if rows <= FEW and woven == NARROW:
-        return Tiling(32, 2, 8, 4, 8)
-    # of more rows the tiles take more room
-    stages = 4 if rows <= 16 else 2 if _large(matrix) else 3
-    return Tiling(64, 4, max(16, triton.next_power_of_2(rows)), stages, 3 if rows <= 16 else 2)
-
-
 def _large(matrix: DeviceMatrix) -> bool:
-    """Whether every multiprocessor has two programs of 64 rows, or more."""
-    return matrix.rows >= 128 * Chip.of(matrix.codes.device).multiprocessors
+    """Whether every multiprocessor has two programs, or more."""
+    return matrix.rows >= 2 * ROWS * Chip.of(matrix.codes.device).multiprocessors
 
 
-def parts(matrices: Sequence[DeviceMatrix], rows: int, woven: int) -> int:
-    """How many parts of the columns are summed apart, so that multiprocessors have as many programs as tilings want,
-    those of warp groups two thirds as many where each has much to do: they keep memory busy."""
+def parts(matrices: Sequence[DeviceMatrix], rows: int) -> int:
+    """How many parts of the columns are summed apart, so that each multiprocessor has three programs, or two where each
+    of them has much to do: they keep memory busy."""
     chip, blocks = Chip.of(matrices[0].codes.device), triton.cdiv(matrices[0].cols, BLOCK)
-    tilings = [_tiling(m, rows, woven) for m in matrices]
-    programs = sum(
-        triton.cdiv(m.rows, 2 * tiles.rows if tiles.warps == 4 and _large(m) else tiles.rows)
-        for m, tiles in zip(matrices, tilings, strict=True)
-    )
-    return max(1, min(8, round(tilings[0].programs * chip.multiprocessors / programs), blocks // BLOCKS))
+    programs = sum(triton.cdiv(m.rows, 2 * ROWS if _large(m) else ROWS) for m in matrices)
+    wanted = (3 if rows <= FEWEST else 2) * chip.multiprocessors
+    return max(1, min(8, round(wanted / programs), blocks // BLOCKS))
 
 
-def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor, woven: int, pdl: int = SERIAL) -> None:
-    """Float16 x [T, ...], woven so, . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to
-    be summed.
+def product(x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor, pdl: int = SERIAL) -> None:
+    """Woven float16 x [T, ...] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be
+    summed.
 
     Weights and their scales are rounded to float16, sums are float32.
     """
     count, t, _ = out.shape
     pdl = LEADING if pdl else SERIAL  # programs of the next kernel that stand ready would take room from those of this
-    each, tiles = triton.cdiv(triton.cdiv(matrix.cols, BLOCK), count), _tiling(matrix, t, woven)
-    launch(_few, (triton.cdiv(matrix.rows, tiles.rows), count))(
+    each = triton.cdiv(triton.cdiv(matrix.cols, BLOCK), count)
+    stages = 4 if t <= FEWEST else 2 if _large(matrix) else 3  # of more rows the tiles take more room
+    launch(_few, (triton.cdiv(matrix.rows, ROWS), count))(
         x, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each, G=matrix.groups,
-        **constants(matrix.format), N=tiles.rows, T=tiles.width, STAGES=tiles.stages, WARPS=tiles.warps, HOW=woven,
-        PDL=pdl, **launch_options(pdl, tiles.warps),
+        **constants(matrix.format), N=ROWS, T=max(FEWEST, triton.next_power_of_2(t)),
+        STAGES=stages, PDL=pdl, **launch_options(pdl, WARPS.value),
     )  # fmt: skip

@@ -17,8 +17,7 @@ from triton.language.target_info import cuda_capability_geq
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 INTERPRET = tl.constexpr(INTERPRETED)
-BEFORE_3_8 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
-UNFENCED = tl.constexpr(not INTERPRETED and BEFORE_3_8)
+UNFENCED = tl.constexpr(not INTERPRETED and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8))
 
 
 # How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what that

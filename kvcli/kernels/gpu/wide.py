@@ -20,18 +20,17 @@ from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.gpu.woven import PAIRS, place, width
+from kvcli.kernels.gpu.woven import place, width
 
 COLUMNS = 1024  # of a row that a program scales
 
 
 class HalfRows(NamedTuple):
-    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one. `woven`: how they are, see
-    `woven.place`: then they are [T, width(n)]; 0 = they are not."""
+    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one; `woven`: [T, width(n)]."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
-    woven: int = 0
+    woven: bool = False
 
 
 def _pad(n: int) -> int:
@@ -48,9 +47,9 @@ def _warps(pad: int) -> int:
 def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr):
     """Write a row of N elements, 0 behind them; float16."""
     i = tl.arange(0, PAD)
-    if WOVEN > 0:
+    if WOVEN:
         WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        tl.store(values + row * WIDTH + place(i, WOVEN), v, mask=i < WIDTH)
+        tl.store(values + row * WIDTH + place(i), v, mask=i < WIDTH)
     else:
         tl.store(values + row * N + i, v, mask=i < N)
 
@@ -65,7 +64,7 @@ def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.con
     _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: int = 0, pdl: int = SERIAL) -> HalfRows:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
     """`pointwise.rms_norm` of x float32 [T, n]."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     out = _empty(t, n, x.device, woven)
@@ -90,15 +89,16 @@ def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.cons
 
 
 @triton.jit
-def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BEFORE: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
-    """Rows of N elements, woven otherwise than BEFORE."""
+def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, PDL: tl.constexpr):
+    """Rows of N elements, woven, or with BACK woven ones as they were."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    at = row * N + i
-    if BEFORE > 0:
-        at = row * (tl.cdiv(N, 128) * 128) + place(i, BEFORE)
-    _store(tl.load(x + at, mask=i < N, other=0.0), row, out, N, PAD, WOVEN)
+    if BACK:
+        WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
+        _store(tl.load(x + row * WIDTH + place(i), mask=i < N, other=0.0), row, out, N, PAD, False)
+    else:
+        _store(tl.load(x + row * N + i, mask=i < N, other=0.0), row, out, N, PAD, True)
 
 
 @triton.jit
@@ -125,11 +125,11 @@ def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.con
     _scale_down(glu(gates, others, ACT), row, values, scales, N, PAD, WOVEN)
 
 
-def _empty(rows: int, n: int, device: torch.device, woven: int) -> torch.Tensor:
+def _empty(rows: int, n: int, device: torch.device, woven: bool) -> torch.Tensor:
     return torch.empty(rows, width(n) if woven else n, dtype=torch.float16, device=device)
 
 
-def halve(x: torch.Tensor, woven: int = 0, pdl: int = SERIAL) -> HalfRows:
+def halve(x: torch.Tensor, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
     """Float32 rows [T, n] of any size."""
     (t, n), pad = x.shape, _pad(x.shape[1])
     found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
@@ -137,18 +137,18 @@ def halve(x: torch.Tensor, woven: int = 0, pdl: int = SERIAL) -> HalfRows:
     return found
 
 
-def weave(rows: HalfRows, n: int, woven: int = PAIRS, pdl: int = SERIAL) -> HalfRows:
-    """Rows of n elements, woven as they are wanted."""
+def weave(rows: HalfRows, n: int, woven: bool = True, pdl: int = SERIAL) -> HalfRows:
+    """Rows of n elements, woven or not, as they are wanted."""
     if rows.woven == woven:
         return rows
     t, pad = rows.values.shape[0], _pad(n)
     out = _empty(t, n, rows.values.device, woven)
-    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, woven, pdl, **launch_options(pdl, _warps(pad)))
+    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, pdl, **launch_options(pdl, _warps(pad)))
     return HalfRows(out, rows.scales, woven)
 
 
 def gate(
-    x: torch.Tensor, act: str, paired: bool, woven: int = 0, scales: torch.Tensor | None = None, pdl: int = SERIAL
+    x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None, pdl: int = SERIAL
 ) -> HalfRows:
     """`pointwise.glu` of x float32 [T, 2 n], or [parts, T, 2 n], to be summed, times the scales [T] of its rows.
     `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
@@ -217,7 +217,7 @@ def _settle(product, scales, to, post, weight, out, eps, factor, N: tl.constexpr
 
 def settle(
     product: torch.Tensor, scales: torch.Tensor | None, add_to: torch.Tensor, post: torch.Tensor | None, factor: float,
-    norm: torch.Tensor | None, eps: float, woven: int = 0, pdl: int = SERIAL,
+    norm: torch.Tensor | None, eps: float, woven: bool = False, pdl: int = SERIAL,
 ) -> HalfRows | None:  # fmt: skip
     """A product float32 [parts, T, n], summed over its parts, times the scales [T] of its rows, with the RMS norm of
     weights `post`, times `factor`, is added to `add_to` [T, n] -> that, with the RMS norm of weights `norm`. None of

@@ -2,10 +2,9 @@
 
 A product may have its columns in any order, if both sides have the same. Four groups of a packed row, 128 columns, come
 out of their words so that each thread has what it needs of the tensor cores' operand: two float16 at a time from the
-bytes 0 and 2, or 1 and 3, of a word of one group. Rows that are multiplied with them are woven alike. Element
-32 t + 16 h + 4 w + b of 128 stands at 64 h + 16 w + 8 (b % 2) + 2 t + b // 2 where a thread has PAIRS side by side, at
-64 h + 16 w + 4 t + 2 (b % 2) + b // 2 where it has FOURS. Woven rows have whole blocks of 128 columns; what is behind
-the last column is 0.
+bytes 0 and 2, or 1 and 3, of a word of one group. Rows that are multiplied with them are woven alike: element
+32 t + 16 h + 4 w + b of 128 stands at 64 h + 16 w + 8 (b % 2) + 2 t + b // 2. Woven rows have whole blocks of 128
+columns; what is behind the last column is 0.
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -16,13 +15,11 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.codes import D_M, E4M3, OF_16, PAIR, QUARTERS, factors, load_planar, unpack, values_of
-from kvcli.kernels.gpu.language import BEFORE_3_8, INTERPRET, fence_copies, finished, half_of
+from kvcli.kernels.gpu.language import INTERPRET, fence_copies, finished, half_of
 
 BLOCK = 128  # columns
-PAIRS, FOURS = 2, 4
-NARROW = FOURS if BEFORE_3_8 else PAIRS  # what the compiler gives threads of products that are not of warp groups
-_FOURS = tl.constexpr(FOURS)
 GROUPS = tl.constexpr(4)  # as many groups
+WARPS = tl.constexpr(4)  # of a program: a warp group
 
 
 def width(cols: int) -> int:
@@ -31,13 +28,10 @@ def width(cols: int) -> int:
 
 
 @triton.jit
-def place(i, HOW: tl.constexpr):
-    """Where element i of a row stands in one that is woven for threads that have HOW elements side by side."""
-    b, inside = i % 4, i // 16 % 2 * 64 + i // 4 % 4 * 16
-    if HOW == _FOURS:
-        return i // 128 * 128 + inside + i // 32 % 4 * 4 + b % 2 * 2 + b // 2
-    else:
-        return i // 128 * 128 + inside + b % 2 * 8 + i // 32 % 4 * 2 + b // 2
+def place(i):
+    """Where element i of a row stands in a woven one."""
+    b = i % 4
+    return i // 128 * 128 + i // 16 % 2 * 64 + i // 4 % 4 * 16 + b % 2 * 8 + i // 32 % 4 * 2 + b // 2
 
 
 @triton.jit
@@ -140,13 +134,10 @@ def _halves_of_merged(w, above, fm, DOWN: tl.constexpr, UP: tl.constexpr, MASK: 
 
 
 @triton.jit
-def _operand(b0, b2, b1, b3, N: tl.constexpr, HOW: tl.constexpr):
+def _operand(b0, b2, b1, b3, N: tl.constexpr):
     """Bytes of words [N, 4, GROUPS] -> [N, 64], woven."""
     pairs = tl.join(tl.join(b0, b2), tl.join(b1, b3))  # [N, word, group, b // 2, b % 2]
-    if HOW == _FOURS:
-        return tl.reshape(tl.permute(pairs, (0, 1, 2, 4, 3)), (N, 16 * GROUPS))
-    else:
-        return tl.reshape(tl.permute(pairs, (0, 1, 4, 2, 3)), (N, 16 * GROUPS))
+    return tl.reshape(tl.permute(pairs, (0, 1, 4, 2, 3)), (N, 16 * GROUPS))
 
 
 @triton.jit
@@ -186,9 +177,9 @@ def _supers(SUPERS, row, step, G: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
              KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
-             N: tl.constexpr, WARPS: tl.constexpr, HOW: tl.constexpr):  # fmt: skip
-    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], woven: float16 [N, 128], in the order of `_dealt`
-    rows where there are 16 for each warp."""
+             N: tl.constexpr):  # fmt: skip
+    """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], dealt (see `_dealt`), in the order before that and
+    woven: float16 [N, 128]."""
     g, j = tl.arange(0, GROUPS) + step * GROUPS, tl.arange(0, 4 * GROUPS)
     of_words = j // 4 + step * GROUPS
     n = row[:, None]
@@ -229,42 +220,33 @@ def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, COD
     if CODING < 4 or CODING > 6:
         b0, b2, b1, b3 = _halves_of_bytes(a0, low, OFFSET)
         c0, c2, c1, c3 = _halves_of_bytes(a1, high, OFFSET)
-    halves = tl.join(_operand(b0, b2, b1, b3, N, HOW), _operand(c0, c2, c1, c3, N, HOW))
+    halves = tl.join(_operand(b0, b2, b1, b3, N), _operand(c0, c2, c1, c3, N))
     w = tl.reshape(tl.permute(halves, (0, 2, 1)), (N, 128))
-    if N % (16 * WARPS) == 0:
-        w = tl.reshape(tl.permute(tl.reshape(w, (N // (16 * WARPS), 2, WARPS, 8, 128)), (0, 2, 1, 3, 4)), (N, 128))
-    return w
+    w = tl.reshape(w, (N // (16 * WARPS), 2, WARPS, 8, 128))
+    return tl.reshape(tl.permute(w, (0, 2, 1, 3, 4)), (N, 128))
 
 
 @triton.jit
-def _dealt(row, N: tl.constexpr, WARPS: tl.constexpr):
+def _dealt(row, N: tl.constexpr):
     """Rows [N] in the order in which they are loaded. Tensor cores want 16 rows side by side of a warp; loads give it 8
     of every 8 WARPS, and it keeps those that it loaded."""
-    if N % (16 * WARPS) == 0:
-        return tl.reshape(tl.permute(tl.reshape(row, (N // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3)), (N,))
-    else:
-        return row
+    return tl.reshape(tl.permute(tl.reshape(row, (N // (16 * WARPS), WARPS, 2, 8)), (0, 2, 1, 3)), (N,))
 
 
 @triton.jit
 def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
               CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
-              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr,
-              HOW: tl.constexpr):  # fmt: skip
-    """Rows `row` int64 [N] of a packed matrix times rows `x_row` int64 [T] of X float16, woven HOW (see `place`), where
-    `there`, over blocks [first, last) of 128 columns, by WARPS warps -> float32 [N, T].
+              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Rows `row` int64 [N] of a packed matrix, whole multiples of 64, times woven rows `x_row` int64 [T] of X float16,
+    where `there`, over blocks [first, last) of 128 columns, by WARPS warps -> float32 [N, T].
 
     Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
     x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, 128)[None, :]
     acc = tl.zeros((N, T), tl.float32)
-    row = _dealt(row, N, WARPS)
+    row = _dealt(row, N)
     for step in tl.range(first, last, num_stages=STAGES):
-        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N,
-                     WARPS, HOW)  # fmt: skip
+        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N)
         x = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
-        if N >= 64 and WARPS % 4 == 0:  # the product is one of warp groups
-            fence_copies(N)
-            acc = finished(tl.dot(w, tl.trans(x), acc))
-        else:
-            acc = tl.dot(w, tl.trans(x), acc)
+        fence_copies(N)
+        acc = finished(tl.dot(w, tl.trans(x), acc))
     return acc
