@@ -243,8 +243,8 @@ def attend(
 ) -> Partials:
     """Causal attention of the T queries of a step over pages: partial results.
 
-    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. Where a
-    token chooses what it reads, picking.py has; where its probabilities are noted, its scores are left in
+    `window`, `softcap`: see `kernels.attention`; the lists of `pages` were made for that window. Where a token
+    chooses what it reads, picking.py has chosen before; where its probabilities are noted, its scores are left in
     `Noted.scores`.
     """
     r, lists, heads = pages.record, pages.lists, queries.q.shape[1]

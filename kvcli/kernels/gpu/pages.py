@@ -160,7 +160,7 @@ class DevicePages:
         """Whether keys and values are kept in the rotated basis; see `PagedKV.rotated`."""
         if self.open is None:
             return False, False
-        return (self.record.codec_k != self.open.record.codec_k, self.record.codec_v != self.open.record.codec_v)
+        return self.record.codec_k != self.open.record.codec_k, self.record.codec_v != self.open.record.codec_v
 
     @property
     def where_rows_go(self) -> tuple[DevicePages, torch.Tensor]:
