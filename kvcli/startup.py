@@ -38,6 +38,7 @@ DEFERRED = frozenset(
 )
 SINCE, BEFORE = (2, 11), (2, 15)  # versions of torch that this was tried with; others are imported whole
 
+_PAGE_BYTES = 8  # that /proc/self/pagemap has of each page, the highest ones last
 _TORCH = re.compile(rb"/lib(torch|c10)\w*\.so$", re.MULTILINE)
 
 _alone: Deferring | None = None
@@ -137,17 +138,27 @@ def _is_imported() -> bool:
 def release_code() -> None:
     """Give back the memory of code of torch's libraries, most of which ran once, when they were loaded: tens of MiB.
     What runs again is mapped again, from the system's cache of files. Nothing of this in a process that is not ours
-    alone, nor where the system does not say what is mapped."""
+    alone, nor where the system does not say what is mapped, nor of code that was changed in memory: by relocations, by
+    a debugger or by a tracer."""
     if not _alone or not hasattr(mmap, "MADV_DONTNEED"):
         return
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for first, end in _code_of_torch():
-        advise(first, end - first, mmap.MADV_DONTNEED)
+    with suppress(OSError), open("/proc/self/pagemap", "rb") as pages:
+        for first, end in _code_of_torch():
+            pages.seek(first // mmap.PAGESIZE * _PAGE_BYTES)
+            if not _changed(pages.read((end - first) // mmap.PAGESIZE * _PAGE_BYTES)):
+                advise(first, end - first, mmap.MADV_DONTNEED)
+
+
+def _changed(pages: bytes) -> bool:
+    """Whether one of these pages, as /proc/self/pagemap has them, is not that of its file: it is present (bit 63) or
+    swapped (bit 62), and not of a file (bit 61)."""
+    return not {entry >> 5 for entry in set(pages[_PAGE_BYTES - 1 :: _PAGE_BYTES])}.isdisjoint({0b100, 0b010})
 
 
 def _code_of_torch() -> Iterator[tuple[int, int]]:
-    """Addresses of what is mapped to be run, and never written: other parts that look read-only were relocated."""
+    """Addresses of what is mapped to be run, and cannot be written: other parts that look read-only were relocated."""
     with suppress(OSError), open("/proc/self/maps", "rb") as maps:
         for line in maps:
             words = line.split(None, 5)

@@ -126,3 +126,21 @@ print(json.dumps(all + [float(torch.ones(300, 300).matmul(torch.ones(300, 2)).su
     assert abs(others - whole) <= 2
     assert ours <= whole - 20
     assert product == 300 * 300 * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says what is mapped")
+def test_code_that_was_changed_in_memory_stays() -> None:
+    """As a debugger changes it, or relocations would."""
+    before, changed, after = _json_of(f"""{BEGIN}import ctypes, mmap, torch
+startup.take_process()
+first = next(first for first, _ in reversed(list(startup._code_of_torch())))
+libc, there = ctypes.CDLL(None), ctypes.c_ubyte.from_address(first)
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+found = [there.value]
+assert libc.mprotect(first, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) == 0
+there.value ^= 1
+assert libc.mprotect(first, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_EXEC) == 0
+found.append(there.value)
+startup.release_code()
+print(json.dumps([*found, there.value]))""")
+    assert changed == after != before
