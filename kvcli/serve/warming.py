@@ -59,10 +59,9 @@ class Warming:
         self._requests = [request for request in self._requests if not self._ended(request)]
         if not self._requests and self._rounds:
             self._widest = max(self._widest, self._rounds.popleft()[1])
-        if self._took_s > MOST_S:
-            self._rounds.clear()
+            if self._took_s > MOST_S:
+                self._rounds.clear()
         if not self._rounds:
-            self.put_off()
             self._say()
 
     def put_off(self) -> None:

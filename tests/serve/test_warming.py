@@ -101,10 +101,20 @@ def test_what_cannot_be_made_ready_is_left(fails: Exception, monkeypatch: pytest
     found.step()
     assert found.over and not graphs.joined
     engine.pool.check([])
+
+
+def test_no_round_is_begun_too_late_and_one_that_was_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine()
+    as_if_on_a_gpu(engine, monkeypatch)
     monkeypatch.setattr(warming, "MOST_S", -1.0)
-    late = Warming(engine, 4)
-    late.step()
-    assert late.over
+    found, graphs = Warming(engine, 4), engine.steps
+    found._rounds = deque([(16, 4), (32, 4)])
+    for _ in range(20):
+        if not found.over:
+            found.step()
+    assert found.over and isinstance(graphs, Graphs)
+    assert graphs.joined == {(16, 4)} and graphs.seen == [4]  # what is joined has its graph
+    engine.pool.check([])
 
 
 def test_whoever_asks_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
