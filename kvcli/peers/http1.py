@@ -52,12 +52,14 @@ class Answered:
             raise PeerGone(str(error)) from None
 
     async def _received(self) -> bytes:
-        """Whatever comes next, however long it takes, as long as the program answers others. Raises PeerGone."""
+        """Whatever comes next, however long it takes, as long as the program says that it works. Raises PeerGone."""
         while True:
             try:
                 return await asyncio.wait_for(self._reader.read(_PIECE), SILENCE_S)
             except asyncio.TimeoutError:
-                await asked(self._socket, "/health")
+                status, _ = await asked(self._socket, "/health")
+                if status >= 500:  # it answers, and what computes is gone
+                    raise PeerGone("it says that it has failed") from None
 
     async def _begin(self) -> None:
         while not isinstance(event := await self._event(), h11.Response):

@@ -23,8 +23,8 @@ from kvcli.serve.worker import Stopped
 Answer = Callable[[str], "bytes | None"]  # by the target of a call; None = nothing comes
 
 
-def http(body: bytes, kind: str = "application/json", longer: int = 0) -> bytes:
-    head = f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body) + longer}\r\n\r\n"
+def http(body: bytes, kind: str = "application/json", longer: int = 0, status: int = 200) -> bytes:
+    head = f"HTTP/1.1 {status} OK\r\ncontent-type: {kind}\r\ncontent-length: {len(body) + longer}\r\n\r\n"
     return head.encode() + body
 
 
@@ -109,6 +109,8 @@ def test_a_program_that_hangs_is_gone(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(Stopped, match="does not answer"):
         with_program(tmp_path, slow, stream_of)
     assert looks == ["/v1/completions", *["/health"] * 4]
+    with pytest.raises(Stopped, match="does not answer"):  # what computes is gone
+        with_program(tmp_path, lambda target: http(b"", status=503) if target == "/health" else None, stream_of)
 
 
 @pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data": []}', b'{"data": [{"max_model_len": null}]}', b"x"])
