@@ -154,3 +154,26 @@ def test_what_is_compiled_ahead_is_what_steps_launch(types: str, monkeypatch: py
         with collecting() as launched:
             steps._of(4, 1).launch(stepgraph.SMALLEST_BUCKET, fixes)
         assert launched and launched <= compiled
+
+
+@pytest.mark.parametrize("types", ["int8", pytest.param("f16", marks=MORE), pytest.param("int4", marks=MORE)])
+def test_a_step_of_fewer_rows_than_queries_are_computed_together(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may reach into a second block of queries all the same."""
+    monkeypatch.setattr(stepgraph, "ROWS", (8, 16))
+    file = GGUFFile.open(tiny.make_even("llama", False, VOCAB))
+    config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+    gpu, seqs, models = GpuBackend(torch.device(DEVICE)), [], []
+    for ops in (OPS, gpu):
+        layout = KVLayout.build(config, types, types, PAGE).by_layer(ops is gpu)
+        models.append(load(config, Weights(file), ops))
+        seqs.append(Sequence(PagePool(layout, device=ops.device)))
+    steps, generator = StepGraph(models[1], layout, CONTEXT), torch.manual_seed(3)
+    assert steps._of(8, 1).places[0].pages.tables[0].block > 8
+    for count in (13, 5, 8, 3, 7):  # the second one fills a page, and the last
+        ids = torch.randint(VOCAB, (count,), generator=generator).tolist()
+        a, b = (seq.reserve(ids) for seq in seqs)
+        expected, found = models[0].hidden(Step((a,))), steps.run(b)
+        assert found is not None
+        assert float((found.cpu() - expected).norm() / expected.norm()) < 3e-2, seqs[0].length
+        for seq in seqs:
+            seq.commit(ids)

@@ -75,6 +75,11 @@ class CentreAngles:
         return order[np.searchsorted(self.pages, numbers, sorter=order)]
 
 
+def most_pieces(rows: int, size: int) -> int:
+    """How many pieces, each of `size` positions from a multiple of it on, so many rows can be in."""
+    return (rows + size - 2) // size + 1
+
+
 def sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of what stands on the host, which nothing waits for; it is made in the order of what the device does."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
@@ -112,7 +117,7 @@ class GroupTables:
         if group.record.joined:
             self.most, each = latents.MOST_PARTS, latents.parts_of_one(group.record, heads, self.chip)
             self.block, _ = latents.block_rows(group.record, heads, rows)
-        self.blocks, self.pages = (1, 1) if rows == 1 else (rows // self.block + 1, rows // group.page_size + 2)
+        self.blocks, self.pages = (most_pieces(rows, size) for size in (self.block, group.page_size))
         self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block
         most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
         sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 3, *most)]  # each begins at a multiple of 16 bytes
