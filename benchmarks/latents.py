@@ -217,7 +217,8 @@ def asked() -> argparse.Namespace:
 
 @torch.inference_mode()
 def main() -> None:
-    options, ops, types = asked(), GpuBackend(torch.device("cuda")), asked().types.split(",")
+    options, ops = asked(), GpuBackend(torch.device("cuda"))
+    types = options.types.split(",")
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "tokens": [], "steps": [], "whole": []}
     if options.tokens:
         print("| type | context | MB | attention, us | torch.sum, us | ratio |\n|---|---:|---:|---:|---:|---:|")

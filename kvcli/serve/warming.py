@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
-PROMPT_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of prompts: as steps of prompts are graphs of these
 SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
 TOGETHER = (4, 8)  # prompts that are read in one pass
 LEAST_ROWS = 2  # of prompts that are there for their answers
@@ -112,12 +111,12 @@ def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
     """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows, then
     prompts that are read in one pass."""
     longest = min(engine.ctx_size - TOKENS - 1, engine.ubatch)
-    prompts = [(rows, 1) for rows in PROMPT_ROWS if rows <= longest]
+    steps = _graphs(engine)
+    prompts = [(rows, 1) for rows in (steps.sizes if steps else ()) if rows <= longest]
     if engine.one_by_one:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]
     found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
-    steps = _graphs(engine)
     if steps is None or not steps.joins:
         return found
     sizes = [(rows, n) for rows, _ in prompts for n in TOGETHER if n <= parallel and rows * n <= TOGETHER_ROWS]

@@ -59,7 +59,6 @@ def as_if_on_a_gpu(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> OneByOne:
     monkeypatch.setattr(engine, "synchronize", lambda: None)
     monkeypatch.setattr("torch.cuda.set_device", ignore)
     engine.steps = Graphs(engine)  # type: ignore[assignment]
-    monkeypatch.setattr(warming, "PROMPT_ROWS", (16, 32))
     return engine.batches  # type: ignore[return-value]
 
 

@@ -93,10 +93,9 @@ class PageLists:
     (places.py) of the sealed (or only) pages that are seen. `work`, `edges`: see `Shares`. `into`, `open_into`: int64
     [n], the words of the pages that rows go into, from that of the first row on; 0 = there is none. `first`: the
     position of slot 0 of the first of these. `pasts`: the entries of the table that are read apart, of each run of
-    positions (`Asked.own`); `past`: the first run's. `turns`: whether
-    there are second queries, for turned entries; `edged`: whether sealed pages may stand in `edges`; `spare`: whether
-    the last rows of the step may be none, for which there are no pages. `selection`: where not all is read. `noted`:
-    where a token's probabilities are noted.
+    positions (`Asked.own`); `past`: the first run's. `turns`: whether there are second queries, for turned entries;
+    `edged`: whether sealed pages may stand in `edges`; `spare`: whether the last rows of the step may be none, for
+    which there are no pages. `selection`: where not all is read. `noted`: where a token's probabilities are noted.
 
     `apart`: where each row is the next one of a sequence of its own. Then `position`, `into` and `open_into` are of
     each row. `work` is int32 [items, 6]: the four numbers of `Shares`, the row, and the number of its partial result,

@@ -237,11 +237,12 @@ class Engine:
     @torch.inference_mode()
     def step(self, requests: list[Request], budget: int = 0) -> list[list[Event]]:
         """Compute rows that the requests want, at most `budget` (0 = a prefill step) of all of them together -> the
-        events of each. Newest tokens come first, then prompts, in the order of `requests`.
+        events of each.
 
-        On a CPU the rows go through the model together, and none depends on its neighbours. A GPU computes the newest
-        rows of answers together (`Batches`), and prompts of which there are graphs (`joining`); prompts come first
-        there, but answers do not stand still for longer than READING_S and a step. Raises DoesNotFit where the pool has
+        On a CPU newest tokens come first, then prompts, in the order of `requests`; the rows go through the model
+        together, and none depends on its neighbours. A GPU computes the newest rows of answers together (`Batches`),
+        and prompts of which there are graphs (`joining`); prompts come first there, but answers do not stand still for
+        longer than READING_S and a step. Raises DoesNotFit where the pool has
         no room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of a
         request alone is its `error`.
         """
