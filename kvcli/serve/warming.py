@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from contextlib import suppress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
+QUIET_S = 1.0  # behind an answer before the next step: who asks again at once does not wait for it
 SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
 TOGETHER = (4, 8)  # prompts that are read in one pass
 LEAST_ROWS = 2  # of prompts that are there for their answers
@@ -30,7 +32,7 @@ TOKENS = 4  # of each answer: the prompt's, one alone, two side by side
 
 class Warming:
     """Answers to nobody, a round of some after the other: prompts of so many rows, and so many answers at a time. What
-    they need is compiled and captured as it is for others. `step` as long as nobody asks, and not `over`."""
+    they need is compiled and captured as it is for others. `step` where nobody asks and `due_s` is 0."""
 
     def __init__(self, engine: Engine, parallel: int, tell: Tell | None = None) -> None:
         """`parallel`: answers that there are at a time. On a CPU there is nothing to do."""
@@ -38,10 +40,16 @@ class Warming:
         self._rounds = deque(_rounds(engine, parallel) if engine.device.kind == CUDA and engine.batches else ())
         self._requests: list[Request] = []
         self._took_s, self._widest = 0.0, 1
+        self._asked = -math.inf  # when somebody last did
 
     @property
     def over(self) -> bool:
         return not self._rounds
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds until the next step is wanted; None = there is none."""
+        return None if self.over else max(0.0, self._asked + QUIET_S - time.monotonic())
 
     def step(self) -> None:
         """One step of the engine, or of what it takes to begin a round."""
@@ -65,6 +73,7 @@ class Warming:
 
     def put_off(self) -> None:
         """Give back the pages: somebody asks. The round is begun again."""
+        self._asked = time.monotonic()
         if self._requests and self._rounds:
             self._join(*self._rounds[0], False)  # there may be no graph yet
         for request in self._requests:

@@ -203,9 +203,9 @@ class Worker:
             while self._scheduler.idle and not self._waiting:
                 if self._stopping:
                     return False
-                if not self._warming.over:
+                if self._warming.due_s == 0:
                     break
-                self._change.wait()
+                self._change.wait(self._warming.due_s)
             began = []
             for work in [each for each in self._waiting if each.cancelled]:
                 self._waiting.remove(work)

@@ -126,9 +126,11 @@ def test_whoever_asks_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
         caches = engine.prompt_caches(PromptCacheOptions(memory=True), Tell(ignore, ignore, ignore))
         worker = Worker(engine, caches, 4, 4)
         options = worker.settled(SampleOptions(temperature=0.0, max_tokens=6, ignore_eos=True))
-        assert worker._warming.over != gpu
+        assert worker._warming.due_s == (0 if gpu else None)
         if gpu:
             worker._warming.step()
+            worker._warming.put_off()
+            assert 0 < worker._warming.due_s <= warming.QUIET_S
         work = Work(Prompt(ids), options, lambda number, event, to=answers: to.put(event))
         worker.submit(work)
         worker.start()
