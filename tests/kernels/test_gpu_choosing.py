@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from cachecases import SmallPool
@@ -69,8 +70,6 @@ class Layer:
             assert isinstance(memory, PoolSummaries)
             missing = [at for at in memory.missing() if kv.entries.summaries.addresses[at]]
             if missing:
-                import numpy as np
-
                 angles = self.table.centres(kv) if kv.basis.centre is not None else None
                 self.ops.summarize(kv, np.array(missing), angles)
                 memory.settle(np.array(missing))
