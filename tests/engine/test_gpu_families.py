@@ -143,9 +143,10 @@ def test_a_graph_that_is_captured_changes_no_state():
         ours = OnGpu("qwen35", "f16", True)
         assert ours.token is not None and ours.steps is not None
         seq = Sequence(ours.pool)
-        token, rows = ours.token, ours.steps._of(16)
+        token, rows = ours.token, ours.steps._of(16, 1)
+        place = rows.places[0]
         for ids, graph, pages, legs in (
-            (IDS[:1], token, token._pages, token._legs), (IDS[1:10], rows, rows.pages, rows.legs)
+            (IDS[:1], token, token._pages, token._legs), (IDS[1:10], rows, place.pages, place.legs)
         ):  # fmt: skip
             part = seq.reserve(ids)
             assert part.states is not None and legs is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from triton.runtime import driver
 
 from kvcli.kernels.gpu.launching import Variant
 
+MOST_S = 120.0  # behind which what is not compiled is compiled here
 PROCESSES = 16  # at most: each takes a while to fork, and the longest kernel takes a tenth of all
 INDEX_BYTES = 2  # of a place in the list of kernels: pipes hold 32,768 of these, more than any engine has kernels
 
@@ -85,8 +87,12 @@ def _in_processes(ordered: list[Variant], count: int) -> bool:
                     children.append(child)
                 else:
                     _child(ordered, todo, there)
-        done = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 for child in children]
-        return bool(done) and all(done)
+        until = time.monotonic() + MOST_S
+        done = [bool(children)]
+        while children:
+            done.append(_succeeded(children[0], until))
+            children.pop(0)
+        return all(done)
     except BaseException:
         _end(children)
         raise
@@ -106,6 +112,18 @@ def _child(ordered: list[Variant], todo: int, there: Elsewhere) -> NoReturn:
         code = 0
     finally:
         os._exit(code)
+
+
+def _succeeded(child: int, until: float) -> bool:
+    """Whether it did what it was for. One that waits for what a thread of the parent held as it was forked is ended."""
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) == 0
+        if time.monotonic() > until:
+            _end([child])
+            return False
+        time.sleep(0.005)
 
 
 def _end(children: list[int]) -> None:

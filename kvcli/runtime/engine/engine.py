@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Some
@@ -22,7 +21,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
 from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
-from kvcli.runtime.engine.joining import READING_S, TOGETHER_ROWS, answers, dealt, notes, wanted
+from kvcli.runtime.engine.joining import Turns, answers, dealt, notes
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.replaying import replay
@@ -84,7 +83,7 @@ class Engine:
         self.steps: StepGraph | StepList | None = None
         if isinstance(self.model.ops, NativeBackend):
             self.steps = StepList(self.model, self.model.ops)
-        self._answered = 0.0  # when answers went on, where prompts come first
+        self.turns = Turns()
         self.batches: Batches | None = None
         self.kernels: Kernels | None = None
         self.slow_path, self.graph = self._token_graph()
@@ -241,21 +240,17 @@ class Engine:
 
         On a CPU newest tokens come first, then prompts, in the order of `requests`; the rows go through the model
         together, and none depends on its neighbours. A GPU computes the newest rows of answers together (`Batches`),
-        and prompts of which there are graphs (`joining`); prompts come first there, but answers do not stand still for
-        longer than READING_S and a step. Raises DoesNotFit where the pool has
-        no room for these rows, with no request changed for the worse, and ModelError like `forward`. A failure of a
-        request alone is its `error`.
+        and prompts of which there are graphs; prompts come first there, for a while (`Turns`). Raises DoesNotFit where
+        the pool has no room for these rows, with no request changed for the worse, and ModelError like `forward`. A
+        failure of a request alone is its `error`.
         """
-        gpu, now, budget = self.device.kind == CUDA, time.monotonic(), budget or self.ubatch
-        enough, first = TOGETHER_ROWS if gpu else math.inf, gpu and now < self._answered + READING_S
-        work = wanted(requests, budget, enough, first)
-        if any(request.answering for request, _ in work) or not any(request.answering for request in requests):
-            self._answered = now
+        gpu = self.device.kind == CUDA
+        work = self.turns.of(requests, budget or self.ubatch, gpu)
         if not gpu:
             self._compute(work)
         else:
-            assert not isinstance(self.steps, StepList)
-            for some in dealt(self.batches.step(work) if self.batches else work, self.steps):
+            steps = None if isinstance(self.steps, StepList) else self.steps
+            for some in dealt(self.batches.step(work) if self.batches else work, steps):
                 request, ids = some[0]
                 if len(some) == 1 and request.pull():
                     continue

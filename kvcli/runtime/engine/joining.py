@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,23 @@ def wanted(requests: Sequence[Request], budget: int, enough: float, prompts: boo
             budget -= len(ids)
             read, count = (read, count) if request.answering else (read + len(ids), count + 1)
     return work
+
+
+class Turns:
+    """Whose turn it is where prompts come first: when answers last went on."""
+
+    def __init__(self) -> None:
+        self._answered_s = 0.0
+
+    def of(self, requests: Sequence[Request], budget: int, gpu: bool) -> Work:
+        """See `wanted`. On a GPU prompts come first, but answers do not stand still for longer than READING_S and a
+        step."""
+        now = time.monotonic()
+        enough, prompts = TOGETHER_ROWS if gpu else math.inf, gpu and now < self._answered_s + READING_S
+        work = wanted(requests, budget, enough, prompts)
+        if any(request.answering for request, _ in work) or not any(request.answering for request in requests):
+            self._answered_s = now
+        return work
 
 
 def dealt(work: Work, steps: StepGraph | None) -> Iterator[Work]:
