@@ -76,7 +76,8 @@ def test_a_run_needs_no_deferred_part(kv_env: dict[str, str]) -> None:
         "def noted(): global deferring; deferring = take()\n"
         "startup.take_process = noted\n"
         f"atexit.register(lambda: print(json.dumps({WAITING}), file=sys.stderr))\n"
-        f"sys.argv = ['kv', 'run', 'Hello', '-m', {str(tiny.make('llama').path)!r}, '-n', '3', '--raw']\n"
+        f"sys.argv = ['kv', 'run', 60 * 'Hello ', '-m', {str(tiny.make('llama').path)!r}, '-n', '3', '--raw']\n"
+        "sys.argv += ['-c', '512', '--page-size', '16', '--evict', 'random', '--budget', '30%']\n"
         "from kvcli.cli.main import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=kv_env)

@@ -69,6 +69,8 @@ def test_a_file_that_cannot_be_used_is_a_line_or_exit_6(tmp_path: Path) -> None:
     assert len(told.lines) == 1 and "it is left as it is" in told.lines[0] and _tokens(path) == PROMPT[:50]
     path.unlink()
     ask(engine, PROMPT, _named(path))
+    with pytest.raises(CacheFileError, match="f16"):  # a larger cache type is another setting
+        ask(engine_of("llama", "int8"), PROMPT, _named(path, strict=True))
     whole = path.read_bytes()
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 16]) + whole[middle + 1 :]

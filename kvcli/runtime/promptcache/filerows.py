@@ -46,6 +46,9 @@ class FileRows:
             with user.open(self.engine.identity()) as file:
                 if selected_by(file.contents.identity):
                     return self._selected(file, user, seq, prompt[:-1], reuse)
+                if user.converts and self.keeper.options.strict:
+                    there, here = file.contents, self.engine.identity()
+                    raise foreign(file.path, sentence(differences(there.identity, here, len(there.tokens))))
                 if user.converts:
                     length = self._convert_file(file, seq, wanted, reuse.tokens, ledger)
                 else:

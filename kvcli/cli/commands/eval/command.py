@@ -22,6 +22,7 @@ from kvcli.cli.helptext import MEASURE, PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
 from kvcli.errors import ContextOverflow, UsageError
+from kvcli.runtime.cache import eviction
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
@@ -234,8 +235,15 @@ def _throughput(
 
 
 def _within(compared: Compared, tokens: int) -> Compared:
-    """The setting with a context of so many tokens, unless it has a length of its own."""
-    return compared if compared.cache.ctx_size else replace(compared, cache=replace(compared.cache, ctx_size=tokens))
+    """The setting with a context of so many tokens, and of as many more as its policy repeats of a prompt at a time,
+    unless it has a length of its own."""
+    if compared.cache.ctx_size:
+        return compared
+    from kvcli.runtime.engine.replaying import PIECE
+
+    scorer = eviction.policy(compared.cache.evict.policy).scorer
+    more = PIECE if scorer is not None and scorer.repeats else 0
+    return replace(compared, cache=replace(compared.cache, ctx_size=tokens + more))
 
 
 def _beside(first: Engine, compared: Compared, examples: list[Example]) -> Engine:

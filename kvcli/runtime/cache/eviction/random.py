@@ -18,10 +18,11 @@ class Random(Scorer):
     """Numbers that are drawn anew for each layer, head and selection, the same in every run."""
 
     def score(self, rows: Scored) -> torch.Tensor:
+        import numpy as np
         import torch
 
-        shape, device = rows.positions.shape, rows.positions.device
-        return torch.rand(shape, generator=torch.Generator().manual_seed(rows.seed), dtype=torch.float64).to(device)
+        drawn = np.random.default_rng(rows.seed).random(tuple(rows.positions.shape))
+        return torch.from_numpy(drawn).to(rows.positions.device)
 
     def pinned(self, kept: int) -> tuple[int, int]:
         return SINKS, RECENT
