@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvcli.errors import ContextOverflow, DoesNotFit, KVError, UsageError
@@ -29,7 +30,7 @@ class Failure:
     @classmethod
     def of(cls, error: KVError) -> Failure:
         message = f"{error.message}: {error.hint}" if error.hint else error.message
-        message = message.replace("`", "'")
+        message = re.sub(r"`ctx=(\d+)`", r"a server with --ctx-size \1", message).replace("`", "'")
         if isinstance(error, Refused):
             return cls(error.status, message)
         if isinstance(error, ContextOverflow):

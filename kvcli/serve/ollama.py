@@ -286,14 +286,14 @@ async def tags(request: Request, serving: Serving[Answers], body: bytes) -> Resp
 
 
 async def ps(request: Request, serving: Engines, body: bytes) -> Response:
-    models = []
+    models, listed = [], {each["name"]: each for each in serving.host.models()}
     for served in serving.host.loaded:
         engine = served.worker.engine
         size = engine.plan.total
         models.append(
             {
                 "name": served.name, "model": served.name, "size": size,
-                "size_vram": size if engine.device.kind == "cuda" else 0, "digest": served.facts["digest"],
+                "size_vram": size if engine.device.kind == "cuda" else 0, "digest": listed[served.name]["digest"],
                 "details": _details(served.facts), "expires_at": "9999-12-31T23:59:59Z",
                 "context_length": engine.ctx_size,
             }

@@ -166,6 +166,7 @@ def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
         "/evict",
         "/evict lru",
         "/evict sink 9",
+        "/evict snapkv",
         "/evict window",
     )
     outcome = talk(*script, args=("--evict", "none"))
@@ -173,6 +174,7 @@ def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
     assert "sink: the first 4 and the last 72 of the tokens stay" in outcome.err
     assert outcome.err.count("nothing is forgotten") == 3
     assert "error: /evict takes a policy alone, not 'sink 9'" in outcome.err
+    assert "kv chat --evict snapkv --budget 50% begins with one" in " ".join(outcome.err.split())
     assert f"error: /evict must be one of {', '.join(eviction.names())}, not 'lru'" in outcome.err
 
 

@@ -32,6 +32,7 @@ def import_(
         str,
         typer.Option(
             "--name",
+            "--session",
             metavar="NAME",
             help="What to call the chat.",
             show_default="as in the file",

@@ -217,6 +217,10 @@ def _evict(session: ChatSession, policy: str) -> None:
         raise UsageError(f"/evict takes a policy alone, not '{policy}'", told)
     if policy and policy != session.evict.policy:
         asked = session.options.evict
+        if policy in eviction.scoring() and asked.policy != policy:
+            raise UsageError(
+                f"/evict {policy} needs a budget", f"kv chat --evict {policy} --budget 50% begins with one"
+            )
         with _called("/evict"):
             session.change(session.engine.ctx_size, asked if asked.policy == policy else EvictOptions(policy))
     elif retention := session.engine.retention:
