@@ -158,7 +158,8 @@ def _check_model(name: str, word: str, choices: Sequence[str]) -> None:
         ModelRef.parse(word, planning=True)
     except ModelError as error:
         both = f"'{word}' behind {name} is neither one of {', '.join(choices)} nor the name of a model"
-        raise UsageError(both, error.hint) from None
+        near = foreign.program(word)
+        raise UsageError(both, meant([near]) if near in choices else error.hint) from None
 
 
 def _takes_value(param: Any) -> bool:

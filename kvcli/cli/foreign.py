@@ -138,6 +138,13 @@ _COMMANDS_OF_CONFIG = {
     "edit": "kv config path names the file, kv config set NAME VALUE changes it",
 }
 
+# What other programs are also called: as --print-args and --engine name them.
+_PROGRAMS = {
+    "llama-server": "llama.cpp llama-cpp llamacpp llama_cpp llama llama-cpp-server",
+    "sglang": "sgl",
+    "vllm": "",
+}
+
 
 def _by_name(table: dict[str, str]) -> dict[str, str]:
     return {name: text for names, text in table.items() for name in names.split()}
@@ -147,6 +154,12 @@ ALIASES = {name: ours for ours, names in _ALIASES.items() for name in names.spli
 NOTES = _by_name(_NOTES)
 COMMANDS = _by_name(_COMMANDS)
 COMMANDS_OF_CONFIG = _by_name(_COMMANDS_OF_CONFIG)
+
+
+def program(word: str) -> str:
+    """The program that somebody means, as kv spells it; "" = none that kv knows."""
+    known = {name: ours for ours, names in _PROGRAMS.items() for name in (ours, *names.split())}
+    return known.get(word.lower(), "")
 
 
 def unread(name: str) -> str:

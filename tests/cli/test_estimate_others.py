@@ -81,6 +81,27 @@ def test_their_arithmetic() -> None:
     assert memory.left(LLAMA, asked(("int8", "int4")), one).token_bytes == 65536 / 2 * (34 / 32 + 18 / 32)
 
 
+def test_states_of_sequences_take_their_share() -> None:
+    name, total = "nemotron-h-8b", 24 << 30
+    config = config_from_recipe(name, load_recipes()[name].shape)
+    question = memory.Asked(config, 2 * 8_000_000_000, 32768, 4, ("f16", "f16"), 0, {})
+    state, one = sum(layer.state_bytes for layer in config.layers), memory.cluster(1, 1, None, total, VLLM)
+    assert state > 50 << 20
+    vllm = memory.left(VLLM, question, one)
+    cache = vllm.rows[-1][1]
+    assert vllm.state_bytes == state and vllm.tokens == (cache - state) // vllm.token_bytes
+    assert vllm.contexts(32768) == cache / (state + 32768 * vllm.token_bytes)
+    halves = memory.left(VLLM, question, memory.cluster(1, 2, None, total, VLLM))
+    assert halves.state_bytes == pytest.approx(state / 2, rel=0.001)
+    sglang = memory.left(SGLANG, question, one)
+    rows = dict(sglang.rows)
+    assert rows["states"] == pytest.approx(-0.9 * rows["the cache"], rel=0.001)
+    assert sglang.contexts(16) == -rows["states"] // state
+    llama = dict(memory.left(LLAMA, question, memory.cluster(1, 1, None, 80 << 30, LLAMA)).rows)
+    assert llama["states"] == -4 * state
+    assert "states" not in dict(memory.left(LLAMA, asked(), memory.cluster(1, 1, None, total, LLAMA)).rows)
+
+
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
@@ -93,6 +114,9 @@ def test_their_arithmetic() -> None:
         (("--print-args", "vllm", "-c", "1k,2k"), 2, "one context"),
         (("--print-args", "vllm", "-ct", "f16,fp8"), 2, "one cache type"),
         (("--print-args=ollama",), 2, "--print-args must be one of kv, vllm, sglang, llama-server"),
+        (("--print-args", "llama.cpp"), 2, "did you mean llama-server?"),
+        (("--print-args=LLaMA.cpp",), 2, "did you mean llama-server?"),
+        (("--print-args", "SGLang"), 2, "did you mean sglang?"),
         (("--nodes", "2"), 2, "need --print-args PROGRAM"),
         (("--print-args", "vllm", "--gpu", "rtx3060-12g"), 4, "leaves 0 MiB of each GPU"),
     ],

@@ -114,6 +114,7 @@ def test_one_answer(vllm: Vllm) -> None:
         (["-m", "tiny", "--evict", "sink"], 2, "--evict cannot be used with vllm: it forgets nothing"),
         (["-m", "tiny", "-ct", "int5"], 2, "int5 is no type of vllm"),
         (["-m", "smollm2"], 2, "it does not read GGUF files"),
+        (["-m", "smollm2", "--engine", "llama.cpp"], 2, "kv estimate MODEL --print-args llama-server prints"),
         (["-m", "broken"], 3, "vLLM ended with exit code 1\n  ValueError: this model is broken"),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvcli.cli import foreign
 from kvcli.errors import UsageError
+from kvcli.words import meant
 
 
 def checked(check: Callable[[Any], object]) -> Callable[[Any], Any]:
@@ -34,12 +36,18 @@ def in_range(flag: str, least: float, most: float | None = None, hint: str = "")
     return checked(check)
 
 
-def one_of(flag: str, words: Sequence[str]) -> Callable[[Any], Any]:
-    """The callback of a text that is one of these words."""
+def _nothing(value: str) -> str:
+    return ""
+
+
+def one_of(flag: str, words: Sequence[str], hint: Callable[[str], str] = _nothing) -> Callable[[Any], Any]:
+    """The callback of a text that is one of these words. `hint`: what to do instead of another one; "" = the word that
+    looks like it."""
 
     def check(value: str) -> None:
         if value not in words:
-            raise UsageError(f"{flag} must be one of {', '.join(words)}, not '{value}'")
+            near = dict.fromkeys(word for word in (value.lower(), foreign.program(value)) if word in words)
+            raise UsageError(f"{flag} must be one of {', '.join(words)}, not '{value}'", hint(value) or meant(near))
 
     return checked(check)
 

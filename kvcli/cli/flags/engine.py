@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcli.cli import render
+from kvcli.cli import foreign, render
 from kvcli.cli.flags.checks import checked, in_range, one_of
 from kvcli.cli.helptext import MODEL
 from kvcli.errors import UsageError
@@ -26,6 +26,13 @@ def _offload(text: str) -> None:
     parse_size(text, "--cpu-offload")
 
 
+def _other(name: str) -> str:
+    """What there is of a program that kv does not start."""
+    program = foreign.program(name)
+    there = f"kv estimate MODEL --print-args {program} prints its command line"
+    return f"{there}; kv does not start it" if program not in ("", VLLM) else ""
+
+
 @dataclass(frozen=True)
 class EngineFlags:
     """Which program computes."""
@@ -36,7 +43,7 @@ class EngineFlags:
             "--engine",
             metavar="kv|vllm",
             help="Program that computes: kv itself, or an installed vLLM, for models over several GPUs.",
-            callback=one_of("--engine", (KV, VLLM)),
+            callback=one_of("--engine", (KV, VLLM), _other),
         ),
     ] = KV
     tp: Annotated[

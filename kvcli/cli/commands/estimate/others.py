@@ -81,7 +81,8 @@ def print_command(ctx: Any, report: Report, name: str | None, program: str, flag
         model.config, weights, query.contexts[0], query.sequences, types, query.ubatch, {**meant, **said}
     )
     if meant["--model"] == PLACE:
-        render.announce(f"{PLACE} stands for {model.name} as safetensors: a folder, or org/name of the hub", ctx.obj)
+        form = "a GGUF file: FILE" if program == mapping.LLAMA else "safetensors: a folder"
+        render.announce(f"{PLACE} stands for {model.name} as {form}, or org/name of the hub", ctx.obj)
     render.write_out("\n".join(memory.lines(program, question, on, target.memory.name)) + "\n")
 
 
@@ -93,7 +94,7 @@ def _model(name: str, program: str, run_as: str) -> str:
     """What the program is to load. Raises ModelError."""
     recipe = find_recipe(name)
     if program == mapping.LLAMA:
-        return (run_as if recipe and recipe.hf else "") or name
+        return name if recipe is None else (run_as if recipe.hf else "") or PLACE
     if recipe is not None:
         return PLACE
     if name.endswith(".gguf") or ":" in name:
