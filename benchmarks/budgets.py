@@ -29,7 +29,7 @@ from kvcli.options import CacheOptions, EvictOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.replaying import PIECE
-from kvcli.runtime.evaluate import answers, tasks
+from kvcli.runtime.evaluate import givenanswers, tasks
 from kvcli.runtime.hub import modelfiles
 
 PAGE = 64
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> Figures:
         for i, (task, depth) in enumerate(asked)
         for seed in range(options.questions)
     ]
-    expected = [answers.predictions(full, each) for each in (*passages, *questions)]
+    expected = [givenanswers.predictions(full, each) for each in (*passages, *questions)]
 
     def scored(engine: Engine) -> dict[str, float]:
         of_texts, of_questions = expected[: len(passages)], expected[len(passages) :]
@@ -94,10 +94,10 @@ def measure(options: argparse.Namespace) -> Figures:
 
 
 def _scores(
-    engine: Engine, examples: list[tasks.Example], full: list[answers.torch.Tensor], later: bool
-) -> list[answers.Answer]:
-    found = (answers.predictions(engine, each, later=later) for each in examples)
-    return [answers.score(log_p, p, each.answer) for log_p, p, each in zip(found, full, examples, strict=True)]
+    engine: Engine, examples: list[tasks.Example], full: list[givenanswers.torch.Tensor], later: bool
+) -> list[givenanswers.Answer]:
+    found = (givenanswers.predictions(engine, each, later=later) for each in examples)
+    return [givenanswers.score(log_p, p, each.answer) for log_p, p, each in zip(found, full, examples, strict=True)]
 
 
 def _mean(values: list[float]) -> float:

@@ -28,7 +28,7 @@ import torch
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import Token
-from kvcli.runtime.evaluate import answers, tasks
+from kvcli.runtime.evaluate import givenanswers, tasks
 from kvcli.runtime.host.memory import process_bytes
 from kvcli.runtime.hub import modelfiles
 
@@ -150,8 +150,8 @@ def ask_by_depth(options: argparse.Namespace) -> dict[str, Any]:
             scores = []
             for seed in range(options.trials):
                 asked = tasks.example(engine.tokenizer, tasks.RECALL, 2 * options.window, seed, depth)
-                predicted = answers.predictions(engine, asked)
-                scores.append(answers.score(predicted, predicted, asked.answer))
+                predicted = givenanswers.predictions(engine, asked)
+                scores.append(givenanswers.score(predicted, predicted, asked.answer))
             nll, exact = sum(a.nll for a in scores) / len(scores), sum(a.exact for a in scores)
             found.append({"policy": policy, "depth": depth, "exact": exact, "trials": len(scores), "nll": nll})
             cells.append(f"{exact}/{len(scores)} {nll:.2f}")

@@ -32,7 +32,7 @@ from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import FULL, LayerConfig, ModelConfig, RopeConfig
 from kvcli.runtime.host.cores import physical_cores
-from kvcli.runtime.model.joined import JoinedRows
+from kvcli.runtime.model.keysasvalues import JoinedRows
 from kvcli.runtime.model.rope import RopeTable
 from kvcli.runtime.model.sealing import seal_step
 

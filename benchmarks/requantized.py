@@ -18,7 +18,7 @@ from kvcli.kernels.reference import ggml
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.formats.packing import named, pack, packed_types
-from kvcli.runtime.headers.converting import write_gguf
+from kvcli.runtime.headers.ggufwriter import write_gguf
 
 
 @dataclass(frozen=True)

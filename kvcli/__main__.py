@@ -6,14 +6,14 @@ import atexit
 import os
 import sys
 
-from kvcli.keepalive import here
+from kvcli.keepalive import thisprocess
 
 
 def main() -> None:
     """Let a process that keeps the model do what the words of this one ask, or do it here."""
     from kvcli.keepalive import client
 
-    here.started_with.update(os.environ)
+    thisprocess.started_with.update(os.environ)
     client.attempt(sys.argv[1:])
     command()
 
@@ -41,10 +41,10 @@ def _end(codes: list[int]) -> None:
             stream.flush()
         except (OSError, ValueError, AttributeError):  # it is closed, or None
             continue
-    if here.forked is not None:
-        from kvcli.keepalive import request
+    if thisprocess.forked is not None:
+        from kvcli.keepalive import forkedcommand
 
-        request.tell_end(here.forked, codes[0])
+        forkedcommand.tell_end(thisprocess.forked, codes[0])
     os._exit(codes[0])
 
 

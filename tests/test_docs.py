@@ -12,6 +12,17 @@ import pytest
 from conftest import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("kvcli", "tests", "benchmarks", "examples", "models")
+SOURCE = re.compile(r"(?<![\w/.$}<-])((?:[\w-]+/)*[\w-]+\.(?:py|c|h|toml))\b(?![\w(.=])")
+OF_OTHERS = {
+    "convert_lora_to_gguf.py",
+    "gguf_convert_endian.py",
+    "main.c",
+    "main.h",
+    "torch.py",
+    "Python.h",
+    "config.toml",
+}
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 
@@ -30,6 +41,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), address
         assert not anchor or anchor in _anchors(target), address
+
+
+def test_files_that_text_names_are_there() -> None:
+    """In the pages, and in comments and docstrings of the package: by the last parts of their paths."""
+    files = [path.relative_to(ROOT).parts for name in FOLDERS for path in (ROOT / name).rglob("*.*")]
+    there = {"/".join(parts[first:]) for parts in files for first in range(len(parts))} | {"setup.py"}
+    texts = [*PAGES, *(path for path in (ROOT / "kvcli").rglob("*") if path.suffix in (".py", ".c", ".h"))]
+    named = {
+        (name, path.name) for path in texts for name in SOURCE.findall(path.read_text("utf-8")) if "NAME" not in name
+    }
+    assert len(named) > 300
+    assert sorted((name, page) for name, page in named if name not in there | OF_OTHERS) == []
 
 
 def test_the_readme_is_short_and_names_every_page() -> None:

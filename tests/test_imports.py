@@ -53,13 +53,13 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.joined runtime.model.latents
+runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.keysasvalues runtime.model.latents
 runtime.model.loading runtime.model.mixers
 runtime.model.predictors runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
-runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selecting runtime.cache.sequence
+runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selector runtime.cache.sequence
 runtime.cache.shown runtime.cache.states
 runtime.engine.chunkcaches runtime.engine.chunks
-runtime.engine.decoding runtime.engine.engine runtime.engine.loaded runtime.engine.request
+runtime.engine.tokenstream runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.batchgraph runtime.engine.graph.batching runtime.engine.graph.batchpages
 runtime.engine.graph.capture runtime.engine.graph.compiling runtime.engine.graph.legs runtime.engine.graph.nexttoken
 runtime.engine.graph.opening
@@ -68,11 +68,11 @@ runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.
 runtime.engine.guard runtime.engine.replaying runtime.engine.sampler runtime.engine.scheduler
 runtime.engine.steplist
 runtime.engine.spec.draftmodel runtime.engine.spec.drawing runtime.engine.spec.predicting
-runtime.evaluate.answers runtime.evaluate.looking runtime.evaluate.quality runtime.evaluate.recompute
+runtime.evaluate.givenanswers runtime.evaluate.attentionmass runtime.evaluate.quality runtime.evaluate.recompute
 runtime.evaluate.uncached
-runtime.promptcache.caches runtime.promptcache.convert runtime.promptcache.enginecaches runtime.promptcache.held
+runtime.promptcache.caches runtime.promptcache.rowconversion runtime.promptcache.enginecaches runtime.promptcache.held
 runtime.promptcache.filerows runtime.promptcache.keeper runtime.promptcache.ledger runtime.promptcache.lookup
-runtime.promptcache.pagefiles runtime.promptcache.prefix runtime.promptcache.saved
+runtime.promptcache.pagefiles runtime.promptcache.prefix runtime.promptcache.savedsequence
 runtime.promptcache.userfile runtime.promptcache.writer
 """
 TORCH_USERS = tuple(f"kvcli.{name}" for name in TORCH.split())

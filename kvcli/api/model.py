@@ -14,7 +14,7 @@ from kvcli.api import kinds
 from kvcli.api.answers import Answer
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import ChatOptions, PromptCacheOptions, SampleOptions
-from kvcli.runtime.engine import sampling as settling
+from kvcli.runtime.engine import samplesettings as settling
 from kvcli.runtime.engine.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Model:
     def save_cache(self, path: str | PathLike[str], sequence: Sequence | None = None) -> None:
         """Write the rows of `sequence`, or of what the model was asked last, to a file. Raises UsageError for a
         sequence of less than a page, which is not worth it, and OutputError."""
-        from kvcli.runtime.promptcache import saved
+        from kvcli.runtime.promptcache import savedsequence
 
         engine, rows = self._open(), self._rows(sequence)
         if rows.length < engine.layout.page_size:
@@ -196,7 +196,7 @@ class Model:
                 f"the sequence has {rows.length} tokens, less than a page of {engine.layout.page_size}",
                 "save it after a prompt",
             )
-        saved.save(self._caches.engine, rows, Path(path))
+        savedsequence.save(self._caches.engine, rows, Path(path))
 
     def load_cache(self, path: str | PathLike[str]) -> Sequence:
         """A sequence with the rows of a file that `save_cache` wrote, with the same model and cache options.
@@ -204,10 +204,10 @@ class Model:
         Give it to `chat` or `generate` as `sequence`: what its tokens and the prompt have in common is not prefilled.
         Raises CacheFileError and DoesNotFit.
         """
-        from kvcli.runtime.promptcache import saved
+        from kvcli.runtime.promptcache import savedsequence
 
         self._open()
-        return Sequence(saved.load(self._caches.engine, Path(path)))
+        return Sequence(savedsequence.load(self._caches.engine, Path(path)))
 
     # --- memory
 

@@ -14,7 +14,7 @@ from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.verification import verify
 from kvcli.errors import KVError, OutputError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.events import End, Prefill, Token
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def settle(loaded: LoadedModel, options: SampleOptions) -> SampleOptions:
 
     Raises UsageError, and ModelError for a default of the model that makes no sense.
     """
-    return sampling.settled(options, loaded.sampling_defaults, loaded.config.vocab_size)
+    return samplesettings.settled(options, loaded.sampling_defaults, loaded.config.vocab_size)
 
 
 def answer(engine: Engine, sequence: Rows, ids: list[int], job: Job) -> Result:

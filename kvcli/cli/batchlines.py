@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.api import kinds
 from kvcli.errors import UsageError
 from kvcli.options import ChatOptions, SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.promptcache import marks
@@ -140,7 +140,7 @@ def _sampling(value: dict[str, Any], default: SampleOptions) -> SampleOptions:
     if "logit_bias" in said:
         said["logit_bias"] = _logit_bias(said["logit_bias"])
     options = kinds.sampling(default, said)
-    sampling.check(options)
+    samplesettings.check(options)
     return options
 
 

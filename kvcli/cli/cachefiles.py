@@ -16,11 +16,11 @@ from kvcli.errors import CacheFileError, UsageError
 from kvcli.options import CacheOptions, EvictOptions
 from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.runtime.hub.recipes import load_recipes
-from kvcli.runtime.promptcache import lookups
+from kvcli.runtime.promptcache import lookuprecord
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
+from kvcli.runtime.promptcache.rowsettings import cache_options, pair, types_of
 from kvcli.runtime.promptcache.sameness import SCOPE, is_exact
-from kvcli.runtime.promptcache.settings import cache_options, pair, types_of
-from kvcli.runtime.promptcache.starting import checkpoints, starts
+from kvcli.runtime.promptcache.startpoints import checkpoints, starts
 from kvcli.runtime.promptcache.store import SUFFIX, entries, folders, is_pinned
 from kvcli.runtime.promptcache.worth import FileWorth, Worth, key_of
 
@@ -275,7 +275,7 @@ def describe(path: Path, record: Worth | None = None) -> Described:
         problem = error.message
     read_s = None
     if record and contents is not None:
-        read_s = lookups.read_seconds(record, contents.identity, contents.payload_bytes)
+        read_s = lookuprecord.read_seconds(record, contents.identity, contents.payload_bytes)
     return Described(path, status.st_size, status.st_mtime, contents, problem, is_pinned(path), known, read_s)
 
 

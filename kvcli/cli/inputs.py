@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcli.errors import InputBytesError, UsageError
-from kvcli.keepalive import here
+from kvcli.keepalive import thisprocess
 from kvcli.notices import Tell
 from kvcli.words import counted
 
@@ -114,7 +114,7 @@ def _read_by_another() -> tuple[int, int] | None:
 def _inherited() -> bool:
     """Whether the process that started us has the same stdin: a script, or a loop that goes on with its next line."""
     try:
-        return os.readlink(f"/proc/{here.parent()}/fd/0") == os.readlink(f"/proc/self/fd/{sys.stdin.fileno()}")
+        return os.readlink(f"/proc/{thisprocess.parent()}/fd/0") == os.readlink(f"/proc/self/fd/{sys.stdin.fileno()}")
     except OSError:
         return True  # it cannot be told
 

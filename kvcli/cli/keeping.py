@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcli.cli import render
 from kvcli.cli.invocation import Invocation
-from kvcli.keepalive import here, places, wanted, wire
+from kvcli.keepalive import socketfolder, spawn, thisprocess, wire
 from kvcli.options import LoadOptions
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.host.processmemory import held_bytes
@@ -34,18 +34,18 @@ def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocati
 
     `alone`: the command measures its own process. Where something was said already, what is not loaded is loaded here.
     """
-    forked = here.forked
+    forked = thisprocess.forked
     if forked is None or forked.request is None:
         return
-    by_itself, key = alone or seconds == 0, wanted.key(load)
+    by_itself, key = alone or seconds == 0, spawn.key(load)
     if key == forked.key and not by_itself:
         return
     if invocation.told:
         forked.kept = None
         return
-    name = f"{places.kind()}-{key}{places.SOCKET}"
-    if not by_itself and name in places.sockets():
-        from kvcli.keepalive.request import hand_on
+    name = f"{socketfolder.kind()}-{key}{socketfolder.SOCKET}"
+    if not by_itself and name in socketfolder.sockets():
+        from kvcli.keepalive.forkedcommand import hand_on
 
         with suppress(OSError, wire.Closed):  # it has just left
             hand_on(forked, name)
@@ -56,15 +56,15 @@ def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocati
     os._exit(0)
 
 
-def _go_away(forked: here.Forked) -> NoReturn:
+def _go_away(forked: thisprocess.Forked) -> NoReturn:
     forked.tell("away")
     os._exit(0)
 
 
 def kept_model(path: Path, load: LoadOptions) -> LoadedModel | None:
     """The model in that file as this process found it, loaded with these options; None where it has to be loaded."""
-    forked = here.forked
-    if forked is None or forked.kept is None or forked.key != wanted.key(load):
+    forked = thisprocess.forked
+    if forked is None or forked.kept is None or forked.key != spawn.key(load):
         return None
     kept: LoadedModel = forked.kept
     return kept if os.path.samefile(path, kept.path) else None
@@ -72,7 +72,7 @@ def kept_model(path: Path, load: LoadOptions) -> LoadedModel | None:
 
 def stay(loaded: LoadedModel, load: LoadOptions, seconds: float | None, invocation: Invocation) -> None:
     """Let the model stay for so long when this command has ended; None = nothing was asked."""
-    forked = here.forked
+    forked = thisprocess.forked
     if not seconds:
         return
     if forked is not None and forked.kept is not None:
@@ -81,16 +81,16 @@ def stay(loaded: LoadedModel, load: LoadOptions, seconds: float | None, invocati
     reason = _reason_against(loaded)
     if not reason:
         try:
-            places.make()
+            socketfolder.make()
         except OSError as error:
-            reason = f"{places.folder()}: {error.strerror}"
+            reason = f"{socketfolder.folder()}: {error.strerror}"
     if reason:
         render.announce(f"--keep-alive: the model does not stay: {reason}", invocation)
         return
     model = os.path.abspath(load.model) if os.path.exists(load.model) else load.model
     lora = tuple(replace(each, path=os.path.abspath(each.path)) for each in load.lora)
-    there = replace(wanted.weights_of(load), model=model, lora=lora)
-    atexit.register(_start, wanted.Wanted(loaded.path.absolute(), there, wanted.key(load), seconds))
+    there = replace(spawn.weights_of(load), model=model, lora=lora)
+    atexit.register(_start, spawn.Wanted(loaded.path.absolute(), there, spawn.key(load), seconds))
 
 
 def _reason_against(loaded: LoadedModel) -> str:
@@ -99,9 +99,9 @@ def _reason_against(loaded: LoadedModel) -> str:
     return "" if loaded.backend == "native" else "this needs the compiled kernels"
 
 
-def _start(what: wanted.Wanted) -> None:
+def _start(what: spawn.Wanted) -> None:
     with suppress(OSError):  # the command is done, and nobody waits for more
-        wanted.start(what)
+        spawn.start(what)
 
 
 def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
@@ -122,7 +122,7 @@ def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
 def processes() -> list[tuple[str, dict[str, Any]]]:
     """The sockets of processes that keep models, and what they are; of any version of kv."""
     found = []
-    for name in places.sockets():
+    for name in socketfolder.sockets():
         if asked := ask(name, wire.STATUS):
             found.append((name, asked[0]))
             asked[1].close()
@@ -134,8 +134,8 @@ def processes() -> list[tuple[str, dict[str, Any]]]:
 def _silent(name: str) -> dict[str, Any] | None:
     """What the process of that socket is, which does not answer: somebody has stopped it; None = there is none."""
     with suppress(OSError, ValueError):
-        about: dict[str, Any] = json.loads(places.owner(name))
-        return about | {"state": places.SILENT, "memory_bytes": held_bytes(about["pid"])}
+        about: dict[str, Any] = json.loads(socketfolder.owner(name))
+        return about | {"state": socketfolder.SILENT, "memory_bytes": held_bytes(about["pid"])}
     return None
 
 
@@ -169,7 +169,9 @@ def _end(name: str) -> dict[str, Any] | None:
 
 def make_room(missing: int) -> bool:
     """Ask all that are idle to leave, where they hold so many bytes at least; whether there was one."""
-    there = [(name, about) for name, about in processes() if about.get("state", places.READY) == places.READY]
+    there = [
+        (name, about) for name, about in processes() if about.get("state", socketfolder.READY) == socketfolder.READY
+    ]
     idle = [(name, about) for name, about in there if not about["commands"]]
     if sum(about["memory_bytes"] for _, about in idle) < missing:
         return False

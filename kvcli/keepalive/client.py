@@ -21,9 +21,9 @@ def attempt(args: "list[str]") -> None:
     """Exit with what a process that keeps a model did; return where this process has to do it, having done nothing."""
     if not may_be_asked(args, os.environ.get("KV_KEEP_ALIVE", "")):
         return
-    from kvcli.keepalive import places
+    from kvcli.keepalive import socketfolder
 
-    for name in places.sockets() and places.sockets(places.kind()):
+    for name in socketfolder.sockets() and socketfolder.sockets(socketfolder.kind()):
         from kvcli.keepalive import wire
 
         try:

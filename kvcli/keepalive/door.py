@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from kvcli.keepalive import places, wire
+from kvcli.keepalive import socketfolder, wire
 
 STALL_S = 2.0  # until a caller must have said what it wants
 
@@ -24,8 +24,8 @@ class Door:
     def __init__(self, name: str) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._porter = self._word = 0
-        path, place = places.reached(name)
-        fresh = f"{path.removesuffix(places.SOCKET)}.new"
+        path, place = socketfolder.reached(name)
+        fresh = f"{path.removesuffix(socketfolder.SOCKET)}.new"
         try:
             with suppress(FileNotFoundError):
                 os.unlink(fresh)
@@ -34,7 +34,7 @@ class Door:
             os.replace(fresh, path)
         finally:
             os.close(place)
-        self.name, self.path = name, f"{places.folder()}/{name}"
+        self.name, self.path = name, f"{socketfolder.folder()}/{name}"
         self._number = os.stat(self.path).st_ino
 
     @property

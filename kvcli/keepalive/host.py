@@ -1,5 +1,5 @@
 """The process that keeps a model. It computes nothing: for each command it forks a process, which finds the model
-loaded and everything imported, and becomes what the caller's process is (see request.py)."""
+loaded and everything imported, and becomes what the caller's process is (see forkedcommand.py)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import kvcli
 from kvcli import environment, startup
 from kvcli.errors import KVError
-from kvcli.keepalive import here, likeness, places, pressure, wire
+from kvcli.keepalive import inheritance, pressure, socketfolder, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
-from kvcli.keepalive.request import HIGH, Request, become, moved, open_streams
-from kvcli.keepalive.wanted import FOREVER, Wanted, key
+from kvcli.keepalive.forkedcommand import HIGH, Request, become, moved, open_streams
+from kvcli.keepalive.spawn import FOREVER, Wanted, key
 from kvcli.options import LoadOptions
 from kvcli.runtime.host.processmemory import held_bytes
 
@@ -38,19 +38,19 @@ LOOK_S = 2.0  # between looks at whether there is a reason to leave
 
 def main() -> None:
     """Keep the model that stdin names; in a process that was forked for a command, do that."""
-    here.started_with.update(os.environ)
+    thisprocess.started_with.update(os.environ)
     wanted: Wanted = pickle.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    lock = places.only_one(wanted.key)
+    lock = socketfolder.only_one(wanted.key)
     if lock is None:
         return
     _allow_descriptors()
     environment.prepare()
     startup.take_process()
-    door = Door(f"{places.kind()}-{wanted.key}{places.SOCKET}")
-    about = partial(_about, wanted, os.getpid(), places.STARTING)
+    door = Door(f"{socketfolder.kind()}-{wanted.key}{socketfolder.SOCKET}")
+    about = partial(_about, wanted, os.getpid(), socketfolder.STARTING)
     os.pwrite(lock, json.dumps(about()).encode(), 0)  # for those whom it does not answer
     door.attend(about, lock)
     host = Host(wanted, _load(wanted), lock, door)
@@ -152,7 +152,7 @@ class Host:
             os.close(read)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             key_of_words = key(LoadOptions(str(self.wanted.path)))
-            here.forked = here.Forked(key_of_words, self.loaded, None, None, write, 1)
+            thisprocess.forked = thisprocess.Forked(key_of_words, self.loaded, None, None, write, 1)
             code = main.run_command(words)
             names = sorted(set(sys.modules) - before)
             os.write(write, "\n".join([str(code), *names]).encode()[: 1 << 16])
@@ -198,7 +198,7 @@ class Host:
             elif self.listener is not None and self._reason_to_leave():
                 self.leave()
         with suppress(FileNotFoundError):  # somebody has removed the folder
-            os.unlink(f"{places.folder()}/{self.door.name.removesuffix(places.SOCKET)}{places.LOCK}")
+            os.unlink(f"{socketfolder.folder()}/{self.door.name.removesuffix(socketfolder.SOCKET)}{socketfolder.LOCK}")
 
     def _patience(self) -> float:
         """Seconds until the next look, or until this process has been idle for as long as it may be."""
@@ -279,7 +279,7 @@ class Host:
         """Fork a process that does what is asked, or tell the caller to do it."""
         changed = self._changed()
         taken = any(number >= HIGH or number in self.kept_open for number in request.numbers)
-        if changed or taken or likeness.refusal(caller):
+        if changed or taken or inheritance.refusal(caller):
             wire.send(conn, wire.COLD)
             conn.close()
             request.close()
@@ -337,7 +337,7 @@ class Host:
     def as_object(self) -> dict[str, object]:
         """What `kv ps` shows."""
         left = self._left()
-        found = _about(self.wanted, os.getpid(), places.READY)
+        found = _about(self.wanted, os.getpid(), socketfolder.READY)
         return found | {
             "device": str(self.loaded.device),
             "commands": len(self.running),
@@ -352,11 +352,11 @@ def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Req
     to_caller: _socket.socket = conn
     try:
         to_caller, control = moved(conn, control)
-        here.forked = forked = become(request, to_caller, control, caller, host.kept_open)
+        thisprocess.forked = forked = become(request, to_caller, control, caller, host.kept_open)
         forked.key, forked.kept = host.wanted.key, host.loaded
         open_streams(*host.streams)
     except Exception:  # it cannot be what the caller's process is, which does the command itself
-        here.Forked("", None, None, to_caller, control, caller).tell(
+        thisprocess.Forked("", None, None, to_caller, control, caller).tell(
             "away"
         )  # first, for a caller that leaves ends this
         with suppress(OSError):

@@ -26,9 +26,9 @@ class Closed(Exception):
 
 def connect(name: str) -> "_socket.socket":
     """To the socket of that name in `places.folder()`. Raises OSError."""
-    from kvcli.keepalive import places
+    from kvcli.keepalive import socketfolder
 
-    path, place = places.reached(name)
+    path, place = socketfolder.reached(name)
     made = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     try:
         made.connect(path)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcli.errors import KVError, ModelError
-from kvcli.keepalive import here
+from kvcli.keepalive import thisprocess
 from kvcli.peers import guardian, http1
 
 _LOOK_S = 0.2
@@ -78,7 +78,7 @@ def running(
     """vLLM with these words, beginning with `serve MODEL`. `name`: of the model in calls; `offline`: it loads nothing
     from the hub; `shown`: its log goes to stderr. Raises ModelError."""
     program = find()
-    environment = {**(here.started_with or os.environ), **_QUIET, **variables} | (
+    environment = {**(thisprocess.started_with or os.environ), **_QUIET, **variables} | (
         {"HF_HUB_OFFLINE": "1"} if offline else {}
     )
     with tempfile.TemporaryDirectory(prefix="kv-vllm-") as folder:

@@ -11,7 +11,7 @@ import msgspec
 
 from kvcli.errors import UsageError
 from kvcli.options import ChatOptions, SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.text import grammar
 from kvcli.runtime.text.modeltext import ModelText
@@ -63,7 +63,7 @@ def refuse(given: Mapping[str, Any], why: str) -> None:
 def options(base: SampleOptions, **said: Any) -> SampleOptions:
     """The options with what is said of them; None = nothing. Raises UsageError."""
     found = replace(base, **{name: value for name, value in said.items() if value is not None})
-    sampling.check(found)
+    samplesettings.check(found)
     return found
 
 

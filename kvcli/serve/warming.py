@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine.joining import TOGETHER_ROWS
+from kvcli.runtime.engine.nextrows import TOGETHER_ROWS
 from kvcli.runtime.engine.spec import OFF
 from kvcli.runtime.host.memory import CUDA
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.errors import KVError, UsageError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.host.memory import CUDA
@@ -98,7 +98,7 @@ class Worker:
         if not 1 <= count <= self.parallel:
             raise UsageError(f"`n` must be 1 to {self.parallel}, not {count}", "kv serve --parallel N sets the most")
         defaults, vocabulary = self.engine.loaded.sampling_defaults, self.engine.config.vocab_size
-        whole = sampling.settled(options, defaults, vocabulary)
+        whole = samplesettings.settled(options, defaults, vocabulary)
         return [replace(whole, sequence=number) for number in range(count)]
 
     def submit(self, work: Work) -> None:

@@ -15,7 +15,7 @@ from jsonchecks import check
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.evaluate import guessing, prefixreuse, together, uncached
+from kvcli.runtime.evaluate import guessing, parallels, prefixreuse, uncached
 from kvcli.runtime.promptcache.file import PromptCacheFile
 
 
@@ -197,7 +197,7 @@ def test_sequences_at_a_time_are_each_behind_rows_of_their_own(monkeypatch: pyte
     rows, forward = [], Engine.forward_all
     monkeypatch.setattr(Engine, "forward_all", lambda e, parts: rows.append(len(parts)) or forward(e, parts))
     heard: list[str] = []
-    one, three = together.run(engine, [1, 3], [(40, 6)], 2, False, heard.append)
+    one, three = parallels.run(engine, [1, 3], [(40, 6)], 2, False, heard.append)
     assert (one.sequences, three.sequences, three.depth, three.tokens) == (1, 3, 40, 6)
     assert heard == ["1 x 6 tokens @ d40", "3 x 6 tokens @ d40"]
     assert rows.count(3) >= 2 * 6  # steps of all
@@ -209,8 +209,8 @@ def test_sequences_at_a_time_are_each_behind_rows_of_their_own(monkeypatch: pyte
 
 def test_sequences_whose_pages_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_tiny("llama", "auto", CacheOptions(100, page_size=16))
-    monkeypatch.setattr(engine.pool, "budget_bytes", engine.layout.pool_bytes(together.rows(40, 6), engine.ubatch, 2))
-    found = together.run(engine, [2, 20_000], [(40, 6)], 1, False, lambda _: None)
+    monkeypatch.setattr(engine.pool, "budget_bytes", engine.layout.pool_bytes(parallels.rows(40, 6), engine.ubatch, 2))
+    found = parallels.run(engine, [2, 20_000], [(40, 6)], 1, False, lambda _: None)
     assert next(found).sequences == 2
     with pytest.raises(DoesNotFit, match=r"20000 sequences of 48 tokens need .* of pages, there is room for"):
         next(found)

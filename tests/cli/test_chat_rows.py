@@ -13,7 +13,7 @@ from fakes import FakeTemplate
 from reusecases import Told
 
 from kvcli.cli import cachefiles
-from kvcli.cli.commands.chat import saved
+from kvcli.cli.commands.chat import savedchats
 from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.commands.chat.slash import handle
@@ -210,7 +210,7 @@ def test_a_deleted_chat_leaves_no_rows_of_its_own(capsys, tmp_path: Path):
         chat.close()
     root = tmp_path / "prompts"
     before = len(cachefiles.stored(root))
-    assert saved._remove_rows(["ann"], root) > 0
+    assert savedchats._remove_rows(["ann"], root) > 0
     assert 0 < len(cachefiles.stored(root)) < before
     again = Chat(capsys, tmp_path, name="bob")
     assert unread(again("/ctx")) == 0 < unread(Chat(capsys, tmp_path, name="ann")("/ctx"))

@@ -23,7 +23,7 @@ from kvcli.runtime.hub import store
 from kvcli.runtime.hub.recipes import load_recipes
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
-from kvcli.runtime.promptcache import lookups
+from kvcli.runtime.promptcache import lookuprecord
 
 MIB, GIB = 1 << 20, 1 << 30
 PROGRAM = {"threads": 2, "isa": "avx2", "reason": "", "runtime_bytes": 230 * MIB}
@@ -112,8 +112,8 @@ def test_ways_of_stored_rows_are_kept(
     monkeypatch.setattr(probes, "disk_speed", lambda folder: {"folder": "x", "free_bytes": 1, "read_gb_s": 2.5})
     code, out, _ = kv_here("doctor")
     assert code == 0 and "from memory 25.0 GB/s" in out
-    assert overheads.load(lookups.DISK)[0].bandwidth == 2.5
-    assert overheads.load(lookups.link_to(CARDS[0].name))[0].bandwidth == 25.0
+    assert overheads.load(lookuprecord.DISK)[0].bandwidth == 2.5
+    assert overheads.load(lookuprecord.link_to(CARDS[0].name))[0].bandwidth == 25.0
 
 
 def test_without_a_gpu(imitated: dict[str, Any], kv_here: KvHere) -> None:

@@ -17,11 +17,11 @@ from engines import open_tiny
 from jsonchecks import check
 
 from kvcli.cli.commands.eval import plot, throughput
-from kvcli.cli.flags import compared
+from kvcli.cli.flags import comparedsettings
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.evaluate import answers, tasks
+from kvcli.runtime.evaluate import givenanswers, tasks
 
 Eval = Callable[..., tuple[int, str, str]]
 TEXT = "Pack my box with five dozen liquor jugs. The quick brown fox jumps over the lazy dog. " * 12
@@ -132,7 +132,7 @@ def test_an_answer_is_scored_as_greedy_decoding_would_give_it(cache: CacheOption
     engine = full.beside(cache)
     asked = tasks.example(engine.tokenizer, tasks.RECALL, 300, 0, 50.0)
     steps: list[int] = []
-    found = answers.predictions(engine, asked, steps.append)
+    found = givenanswers.predictions(engine, asked, steps.append)
     assert sum(steps) == len(asked.context) + len(asked.answer) - 1
     seq, greedy, rows = engine.new_sequence(), [], []
     for start, end in engine.chunks(0, len(asked.context)):
@@ -143,16 +143,17 @@ def test_an_answer_is_scored_as_greedy_decoding_would_give_it(cache: CacheOption
         last = engine.forward(seq, [token])
     seq.close()
     torch.testing.assert_close(found.double(), torch.stack(rows), rtol=1e-5, atol=1e-5)
-    base = answers.predictions(full, asked)
-    scored = answers.score(found, base, asked.answer)
+    base = givenanswers.predictions(full, asked)
+    scored = givenanswers.score(found, base, asked.answer)
     want = torch.stack(rows)[range(len(asked.answer)), asked.answer]
     assert scored.nll == pytest.approx(-float(want.mean()), rel=1e-5)
     kld = (base.double().exp() * (base.double() - torch.stack(rows))).sum(-1).mean()
     assert scored.kld == pytest.approx(float(kld), rel=1e-4, abs=1e-7)
     assert (scored.kld == 0) == (cache.type_k == "auto")
     # What the model does say is an exact answer.
-    assert not scored.exact and greedy != asked.answer and answers.score(found, base, greedy[:1] + asked.answer[1:])
-    assert answers.score(found[:1], base[:1], greedy[:1]).exact
+    assert not scored.exact and greedy != asked.answer
+    assert not givenanswers.score(found, base, greedy[:1] + asked.answer[1:]).exact
+    assert givenanswers.score(found[:1], base[:1], greedy[:1]).exact
     engine.pool.check([])
 
 
@@ -352,5 +353,5 @@ def test_throughput_of_a_setting_that_does_not_fit(ask: Eval, monkeypatch: pytes
 
 
 def test_settings_that_are_the_same_are_measured_once():
-    assert compared.parse("-ct  int8").cache == compared.parse("--cache-type=int8").cache
-    assert compared.parse("-c 4k -ct q8_0").types == ("int8", "int8")
+    assert comparedsettings.parse("-ct  int8").cache == comparedsettings.parse("--cache-type=int8").cache
+    assert comparedsettings.parse("-c 4k -ct q8_0").types == ("int8", "int8")

@@ -32,11 +32,11 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.config import SLIDING
-from kvcli.runtime.engine.decoding import DeviceRows, DeviceTokens, graph_tokens, host_tokens
 from kvcli.runtime.engine.graph import nexttoken, tokengraph
 from kvcli.runtime.engine.graph import pages as graph_pages
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.tokenstream import DeviceRows, DeviceTokens, graph_tokens, host_tokens
 from kvcli.runtime.formats.adapter import open_all
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf

@@ -14,13 +14,13 @@ from kvcli.options import EvictOptions, SampleOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.selecting import LayerFacts
+from kvcli.runtime.cache.selector import LayerFacts
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.engine.graph.rowgraph import RowGraph
 from kvcli.runtime.engine.graph.tokengraph import TokenGraph
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.tokenstream import graph_tokens
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.decoder import Attention, Decoder

@@ -28,7 +28,7 @@ from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.spec.pace import Drafted
 from kvcli.runtime.engine.spec.predicting import PredictedGuesses, Predictions, Rows
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.headers.folder import SafetensorsModel
+from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel
 
 OFF = {"spec": "off"}
 VARIANTS = ("glm4moe-ahead", "deepseek2-ahead")

@@ -10,7 +10,7 @@ import torch
 
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.sampler import Sampler
 
 OFF = SampleOptions(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
@@ -241,8 +241,8 @@ def test_defaults_of_the_program_the_model_and_the_user():
         "min_p": 0.05,
     }
     model = {"temp": 0.3, "top_k": 7, "top_p": 0.5, "min_p": 0.0, "other": 1.0}
-    assert sampling.not_obeyed(model) == sampling.not_obeyed({"mirostat": 0, "xtc_threshold": 0.1}) == ""
-    assert "have: general.sampling.mirostat" in sampling.not_obeyed({"mirostat": 2, "mirostat_tau": 5.0})
+    assert samplesettings.not_obeyed(model) == samplesettings.not_obeyed({"mirostat": 0, "xtc_threshold": 0.1}) == ""
+    assert "have: general.sampling.mirostat" in samplesettings.not_obeyed({"mirostat": 2, "mirostat_tau": 5.0})
     penalised = Sampler(SampleOptions(), {"penalty_repeat": 1.05, "penalty_last_n": -1}, 10).effective
     assert (penalised["repeat_penalty"], penalised["repeat_last_n"]) == (1.05, -1)
     options = SampleOptions(repeat_penalty=1.0, repeat_last_n=0)

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from kvcli.errors import ModelError, UsageError
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.formats.gguf import GGUFFile
-from kvcli.runtime.headers.converting import write_gguf
-from kvcli.runtime.headers.folder import SafetensorsModel
-from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.headers.ggufwriter import write_gguf
+from kvcli.runtime.headers.openmodel import open_model
+from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel
 from kvcli.runtime.promptcache.fingerprint import model_hashes
 
 

@@ -19,7 +19,7 @@ from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers import modelheaders
 from kvcli.runtime.headers.modelheaders import Alternative, ModelHeader
-from kvcli.runtime.hub.listing import stored_token
+from kvcli.runtime.hub.repository import stored_token
 
 REPO = "org/toy-GGUF"
 VOCABULARY = 150_000

@@ -26,9 +26,9 @@ from rangecalls import (  # noqa: F401
 from rangeserver import RangeHandler, RangeSite, serving_ranges
 
 from kvcli.errors import DownloadError
+from kvcli.runtime.hub.deadlines import Origin, split_url
 from kvcli.runtime.hub.ranges import RemoteFile
 from kvcli.runtime.hub.websession import Limits, Session
-from kvcli.runtime.hub.wire import Origin, split_url
 
 # --- slow servers ---
 

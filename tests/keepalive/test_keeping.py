@@ -22,8 +22,19 @@ from conftest import KvHere
 
 from kvcli.cli import keeping
 from kvcli.errors import UsageError
-from kvcli.keepalive import client, door, here, host, likeness, places, pressure, request, wanted, wire
-from kvcli.keepalive.request import Request
+from kvcli.keepalive import (
+    client,
+    door,
+    forkedcommand,
+    host,
+    inheritance,
+    pressure,
+    socketfolder,
+    spawn,
+    thisprocess,
+    wire,
+)
+from kvcli.keepalive.forkedcommand import Request
 from kvcli.options import ChatOptions, LoadOptions, LoraOption
 
 
@@ -51,25 +62,25 @@ def test_which_commands_may_be_done_by_another_process(args: str, variable: str,
     ("text", "seconds"), [("5m", 300), ("30s", 30), ("1h", 3600), ("1d", 86400), ("90", 90), ("0", 0), ("-1", -1)]
 )
 def test_times(text: str, seconds: float) -> None:
-    assert wanted.parse_time(text) == seconds
+    assert spawn.parse_time(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5m", "5 minutes", "1w", "5mm", "1e3", "9999999999s"])
 def test_times_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--keep-alive must be a time"):
-        wanted.parse_time(text)
+        spawn.parse_time(text)
 
 
 def test_keys_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.gguf").touch()
     (tmp_path / "b.gguf").symlink_to("a.gguf")
     monkeypatch.chdir(tmp_path)
-    one = wanted.key(LoadOptions("a.gguf"))
+    one = spawn.key(LoadOptions("a.gguf"))
     for alike in (
         LoadOptions(str(tmp_path / "b.gguf")),
         LoadOptions("a.gguf", threads=3, offline=True, memory_limit="6G", chat=ChatOptions("x"), chat_anyway=True),
     ):
-        assert wanted.key(alike) == one
+        assert spawn.key(alike) == one
     others = (
         LoadOptions("c.gguf"),
         LoadOptions("a.gguf", exact=True),
@@ -77,28 +88,28 @@ def test_keys_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         LoadOptions("a.gguf", lora=(LoraOption("x.gguf"),)),
         LoadOptions("a.gguf", lora=(LoraOption("x.gguf", 2.0),)),
     )
-    assert len({one, *map(wanted.key, others)}) == 1 + len(others)
+    assert len({one, *map(spawn.key, others)}) == 1 + len(others)
 
 
 def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert Path(places.make()).stat().st_mode & 0o777 == 0o700
+    assert Path(socketfolder.make()).stat().st_mode & 0o777 == 0o700
     (tmp_path / "kv/x-1.sock").touch()
-    assert places.sockets() == ["x-1.sock"] and places.sockets("y") == []
+    assert socketfolder.sockets() == ["x-1.sock"] and socketfolder.sockets("y") == []
     os.chmod(tmp_path / "kv", 0o750)
-    assert places.sockets() == []
+    assert socketfolder.sockets() == []
     with pytest.raises(PermissionError):
-        places.make()
+        socketfolder.make()
 
 
 def test_a_kind_is_one_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "started_with", {"HOME": "/a", "LC_ALL": "C", "KV_MODEL": "a"})
-    one = places.kind()
-    monkeypatch.setattr(here, "started_with", {"HOME": "/b", "LC_ALL": "C", "KV_MODEL": "b"})
-    assert places.kind() == one
+    monkeypatch.setattr(thisprocess, "started_with", {"HOME": "/a", "LC_ALL": "C", "KV_MODEL": "a"})
+    one = socketfolder.kind()
+    monkeypatch.setattr(thisprocess, "started_with", {"HOME": "/b", "LC_ALL": "C", "KV_MODEL": "b"})
+    assert socketfolder.kind() == one
     for name in ("LC_ALL", "OMP_NUM_THREADS", "KV_CPU_ISA", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"):
-        monkeypatch.setattr(here, "started_with", {"LC_ALL": "C", name: "7"})
-        assert places.kind() != one
+        monkeypatch.setattr(thisprocess, "started_with", {"LC_ALL": "C", name: "7"})
+        assert socketfolder.kind() != one
 
 
 def test_messages_and_descriptors() -> None:
@@ -127,21 +138,21 @@ def test_requests_that_make_no_sense(body: bytes) -> None:
 
 def test_what_a_process_can_become() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert likeness.refusal(process.pid) == ""
+        assert inheritance.refusal(process.pid) == ""
         _, hard = resource.getrlimit(resource.RLIMIT_CORE)
         if hard == resource.RLIM_INFINITY:  # then ours can be lower
             child = os.fork()
             if child == 0:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                os._exit(not likeness.refusal(process.pid))
+                os._exit(not inheritance.refusal(process.pid))
             assert os.waitpid(child, 0)[1] == 0
         child = os.fork()
         if child == 0:  # nicer than the other one
             os.nice(1)
-            os._exit("priority" not in likeness.refusal(process.pid))
+            os._exit("priority" not in inheritance.refusal(process.pid))
         assert os.waitpid(child, 0)[1] == 0
         process.kill()
-    assert "it cannot be told" in likeness.refusal(process.pid)
+    assert "it cannot be told" in inheritance.refusal(process.pid)
 
 
 def test_memory_that_others_need(tmp_path: Path) -> None:
@@ -161,16 +172,16 @@ def test_memory_that_others_need(tmp_path: Path) -> None:
 def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
     """A process that listens, of a model that is a file."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(here, "started_with", {})
-    places.make()
+    monkeypatch.setattr(thisprocess, "started_with", {})
+    socketfolder.make()
     model = tmp_path / "m.gguf"
     model.write_bytes(b"model")
     loaded: Any = SimpleNamespace(file=SimpleNamespace(paths=(model,)), device="cpu")
     made = host.Host(
-        wanted.Wanted(model, LoadOptions(str(model)), "key", 60.0),
+        spawn.Wanted(model, LoadOptions(str(model)), "key", 60.0),
         loaded,
         -1,
-        door.Door(f"{places.kind()}-key{places.SOCKET}"),
+        door.Door(f"{socketfolder.kind()}-key{socketfolder.SOCKET}"),
     )
     made.stamps = made._stamps()
     made.listen()
@@ -201,23 +212,22 @@ def test_it_stays_while_it_is_used_and_for_ever(idle: host.Host) -> None:
     idle.running[1] = None  # type: ignore[assignment]
     assert idle._left() is None
     idle.running.clear()
-    idle.keep_s = wanted.FOREVER
+    idle.keep_s = spawn.FOREVER
     assert idle._left() is None
     idle.leave()
 
 
 def test_a_folder_for_sockets_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
-    assert places.folder() == f"/tmp/kv-{os.getuid()}"
+    assert socketfolder.folder() == f"/tmp/kv-{os.getuid()}"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert places.make() == places.make() == f"{tmp_path}/kv"
+    assert socketfolder.make() == socketfolder.make() == f"{tmp_path}/kv"
 
 
 @pytest.mark.parametrize("options", [(), ("-O",), ("-P", "-u"), ("-X", "utf8", "-X", "pycache_prefix=/nowhere", "-B")])
 def test_a_process_has_the_options_of_python_that_its_caller_has(options: tuple[str, ...], tmp_path: Path) -> None:
-    code = (
-        "import json; from kvcli.keepalive import places, wanted; print(json.dumps([places.kind(), wanted._options()]))"
-    )
+    code = "import json; from kvcli.keepalive import socketfolder, spawn\n"
+    code += "print(json.dumps([socketfolder.kind(), spawn._options()]))"
     first = json.loads(subprocess.check_output([sys.executable, *options, "-c", code]))
     again = json.loads(subprocess.check_output([sys.executable, *first[1], "-c", code]))
     assert first[0] == again[0]
@@ -231,7 +241,7 @@ def test_a_command_is_handed_on_once_the_other_process_has_taken_it(ack: bool, i
     child = os.fork()
     if child == 0:
         try:
-            request.hand_on(here.Forked("", None, asked, theirs, -1, 0), idle.door.name)
+            forkedcommand.hand_on(thisprocess.Forked("", None, asked, theirs, -1, 0), idle.door.name)
             os._exit(0)
         finally:
             os._exit(1)
@@ -308,29 +318,29 @@ def test_nobody_makes_room_below_a_limit(
 
 def test_a_lock_says_nothing_of_who_had_it_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    name = f"{places.kind()}-a{places.SOCKET}"
+    name = f"{socketfolder.kind()}-a{socketfolder.SOCKET}"
     for told in (b'{"pid": 1234567}', b'{"pid": 8}'):
-        lock = places.only_one("a")
-        assert lock is not None and places.owner(name) == b""
+        lock = socketfolder.only_one("a")
+        assert lock is not None and socketfolder.owner(name) == b""
         os.pwrite(lock, told, 0)
-        assert places.owner(name) == told
+        assert socketfolder.owner(name) == told
         os.close(lock)  # as one that is killed leaves it
-    assert places.owner(name) == b""
+    assert socketfolder.owner(name) == b""
 
 
 def test_who_asks_for_an_owner_keeps_nobody_from_being_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    name, over = f"{places.kind()}-a{places.SOCKET}", threading.Event()
+    name, over = f"{socketfolder.kind()}-a{socketfolder.SOCKET}", threading.Event()
 
     def ask() -> None:
         while not over.is_set():
-            places.owner(name)
+            socketfolder.owner(name)
 
     asking = threading.Thread(target=ask)
     asking.start()
     try:
         for _ in range(300):
-            lock = places.only_one("a")
+            lock = socketfolder.only_one("a")
             assert lock is not None
             os.close(lock)
     finally:

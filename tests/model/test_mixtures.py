@@ -10,7 +10,7 @@ from kernelcases import native, one_thread, same_bits
 
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.headers.openmodel import open_model
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
 

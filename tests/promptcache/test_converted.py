@@ -11,7 +11,7 @@ from engines import PROMPT, open_tiny, run
 from reusecases import FOUR, NOWHERE, Told, ask, engine_of, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
-from kvcli.runtime.promptcache.convert import larger, named
+from kvcli.runtime.promptcache.rowconversion import larger, named
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from kvcli.codecs import CODECS
 from kvcli.options import CacheOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.promptcache import enginecaches, saved
+from kvcli.runtime.promptcache import enginecaches, savedsequence
 
 CTX, PAGE, LENGTH = 128, 16, 80
 KEPT = (
@@ -41,12 +41,12 @@ import torch
 from pathlib import Path
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.promptcache import enginecaches, saved
+from kvcli.runtime.promptcache import enginecaches, savedsequence
 for path, codec, file, ids in json.load(sys.stdin):
     cache = CacheOptions(ctx_size={CTX}, type_k=codec, type_v=codec, page_size={PAGE}, force_types=True)
     engine = Engine.open(Path(path), LoadOptions(path, 1), cache)
     with torch.inference_mode():
-        seq = saved.load(enginecaches.view(engine), Path(file))
+        seq = savedsequence.load(enginecaches.view(engine), Path(file))
         hidden = engine.forward(seq, ids[seq.length :])
     print(hashlib.sha256(hidden.numpy().tobytes()).hexdigest(), len(hidden))
 """
@@ -107,9 +107,9 @@ def test_rows_are_what_they_were(opened: Engine, codec: str, examples: int, tmp_
             length = seq.rewind_to(length)
         assert length <= back and torch.equal(rest(engine, seq, others), whole[length:])
         length = seq.rewind_to(kept)
-        saved.save(view, seq, path)
+        savedsequence.save(view, seq, path)
         seq.close()
-        seq = saved.load(view, path)
+        seq = savedsequence.load(view, path)
         assert seq.length == (length // PAGE * PAGE if seq.states else length)
         start = seq.length
         assert torch.equal(rest(engine, seq, cuts), whole[start:])
@@ -129,7 +129,7 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
             engine, file = open_tiny(name, "native", options(codec)), tmp_path / f"{name}.safetensors"
             whole, seq = whole_of(engine), engine.new_sequence()
             states(engine, seq, PROMPT[:50])
-            saved.save(enginecaches.view(engine), seq, file)
+            savedsequence.save(enginecaches.view(engine), seq, file)
             start = 48 if seq.states else 50
             expected.append(f"{hashlib.sha256(whole[start:].numpy().tobytes()).hexdigest()} {LENGTH - start}")
             asked.append([str(tiny.make(name).path), codec, str(file), PROMPT[:LENGTH]])

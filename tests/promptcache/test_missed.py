@@ -11,7 +11,7 @@ from engines import PROMPT, open_tiny
 from reusecases import ask, files_in, store_in
 
 from kvcli.options import CacheOptions, EvictOptions
-from kvcli.runtime.promptcache.settings import Difference, cache_options, differences, sentence
+from kvcli.runtime.promptcache.rowsettings import Difference, cache_options, differences, sentence
 
 BASE = CacheOptions(ctx_size=320, type_k="f16", type_v="f16", page_size=16)
 SINK = EvictOptions("sink", window=32, keep=4)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
 from kvcli.runtime.promptcache import worth
-from kvcli.runtime.promptcache.lookups import Choice, Lookups, Reading, link_to
+from kvcli.runtime.promptcache.lookuprecord import Choice, Lookups, Reading, link_to
 from kvcli.runtime.promptcache.prefillspeed import PrefillSpeed
 from kvcli.runtime.promptcache.worth import Uses, Worth
 

@@ -10,7 +10,7 @@ from chattemplates import TEMPLATES
 from serving import open_engine, running
 
 from kvcli.runtime.text import grammar
-from kvcli.runtime.text.compiling import Compiler
+from kvcli.runtime.text.schemacompiler import Compiler
 from kvcli.serve import app, server
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"

@@ -12,7 +12,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.formats.modelfile import ModelFile
-from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.headers.openmodel import open_model
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights

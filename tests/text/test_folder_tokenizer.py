@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Oracle
 from tokenizers import pre_tokenizers as cuts
 
 from kvcli.errors import ModelError
-from kvcli.runtime.text.folder import folder_metadata
+from kvcli.runtime.text.foldertokenizer import folder_metadata
 from kvcli.runtime.text.pretokenizers import PRETOKENIZERS
 from kvcli.runtime.text.template import ChatTemplate
 from kvcli.runtime.text.tokenizer import Tokenizer

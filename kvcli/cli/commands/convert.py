@@ -43,8 +43,8 @@ def convert(
     json: JsonFlag = False,
 ) -> None:
     """Write a model of a folder as one GGUF file, which kv and llama.cpp run, and print its path."""
-    from kvcli.runtime.headers.converting import write_gguf
-    from kvcli.runtime.headers.folder import SafetensorsModel
+    from kvcli.runtime.headers.ggufwriter import write_gguf
+    from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel
     from kvcli.runtime.hub.store import check_disk
     from kvcli.runtime.model.loading import check
 

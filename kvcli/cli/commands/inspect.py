@@ -42,7 +42,7 @@ def inspect(
     """Show a model's sizes, attention, layers, quantization, tokenizer and template."""
     from kvcli.errors import ModelError, UsageError
     from kvcli.runtime.headers.facts import read_facts
-    from kvcli.runtime.headers.opening import open_model
+    from kvcli.runtime.headers.openmodel import open_model
 
     invocation: Invocation = ctx.obj
     if template and (tensors or json):

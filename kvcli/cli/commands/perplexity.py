@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import inputs, render
-from kvcli.cli.flags import comparing
+from kvcli.cli.flags import typelists
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.checks import checked, in_range
-from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.helptext import MEASURE, PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
@@ -194,8 +194,8 @@ def perplexity(
         texts = text.read(invocation)
         protocol = text.protocol()
         asked = evict.options(types.page_size, prompt=False, scored="no prompt ends before a text does")
-        engine = comparing.open_for(model, types, asked, protocol.chunk, invocation, interrupts)
-        comparing.warn_of_types(engine, chosen, protocol.chunk, invocation)
+        engine = typelists.open_for(model, types, asked, protocol.chunk, invocation, interrupts)
+        typelists.warn_of_types(engine, chosen, protocol.chunk, invocation)
         scores, counts = _measure(engine, texts, chosen, protocol, invocation)
     from kvcli.runtime.evaluate import quality
 
@@ -209,7 +209,7 @@ def perplexity(
         parts = {t: [quality.summarize([s], [b]) for s, b in zip(scores[t], base, strict=True)] for t in rows}
         entries = [_entry(t, rows[t], costs[t], dict(zip(names, parts[t], strict=True))) for t in rows]
         head = {"model": model.model, "protocol": _protocol_object(protocol)}
-        head["evict"] = comparing.evict_object(engine, asked)
+        head["evict"] = typelists.evict_object(engine, asked)
         held = [{"name": name, "tokens": n, "chunks": k} for name, (n, k) in zip(names, counts, strict=True)]
         told = {"failures": failures} | ({"error": failed.as_object()} if failed else {})
         render.print_json("perplexity", {**head, "texts": held, "types": entries, "warnings": invocation.told, **told})

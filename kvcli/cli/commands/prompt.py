@@ -42,7 +42,7 @@ def prompt(
 
     Only the text goes to stdout. --json has its tokens, too.
     """
-    from kvcli.runtime.headers.opening import open_model
+    from kvcli.runtime.headers.openmodel import open_model
     from kvcli.runtime.text.modeltext import ModelText
 
     invocation: Invocation = ctx.obj

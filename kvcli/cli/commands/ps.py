@@ -9,7 +9,7 @@ import typer
 from kvcli.cli import keeping, render
 from kvcli.cli.helptext import STORES
 from kvcli.cli.invocation import JsonFlag
-from kvcli.keepalive import places
+from kvcli.keepalive import socketfolder
 from kvcli.words import human_bytes
 
 EXAMPLES = """
@@ -37,7 +37,7 @@ def ps(ctx: typer.Context, json: JsonFlag = False) -> None:
 
 def _left(about: dict[str, Any]) -> str:
     """When a process will leave, if nothing is asked of it."""
-    if about.get("state", places.READY) != places.READY:
+    if about.get("state", socketfolder.READY) != socketfolder.READY:
         return f"it is {about['state']}"
     if about["commands"]:
         return "it is answering"

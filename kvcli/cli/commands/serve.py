@@ -289,7 +289,7 @@ def _relay(
 def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette, socket.socket, Served]]:
     """What answers, where it listens, and the first model, which is loaded; inside, no signal ends the process."""
     from kvcli.runtime.text import grammar
-    from kvcli.runtime.text.compiling import Compiler
+    from kvcli.runtime.text.schemacompiler import Compiler
     from kvcli.serve import server
     from kvcli.serve.app import application
     from kvcli.serve.host import Host

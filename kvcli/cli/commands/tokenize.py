@@ -60,7 +60,7 @@ def tokenize(
     Files and stdin are read exactly as they are, including a byte-order mark and a newline at the end. A token that is
     not made of whole characters is shown by its bytes, <0xF0> for each, as in the pieces of --json.
     """
-    from kvcli.runtime.headers.opening import open_model
+    from kvcli.runtime.headers.openmodel import open_model
     from kvcli.runtime.text.tokenizer import Tokenizer
 
     if json and ids:

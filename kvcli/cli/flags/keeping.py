@@ -9,7 +9,7 @@ import typer
 
 from kvcli.cli.flags.checks import checked
 from kvcli.cli.helptext import MODEL
-from kvcli.keepalive.wanted import parse_time
+from kvcli.keepalive.spawn import parse_time
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import GENERATION
 from kvcli.errors import UsageError
 from kvcli.options import UNATTENDED_TOKENS, SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.spec import METHODS
 
 _option = functools.partial(typer.Option, rich_help_panel=GENERATION)
@@ -26,7 +26,7 @@ def _field(
     """The option of a field of `SampleOptions`. `model`: what it is where the model says nothing either."""
 
     def check(value: float | str) -> None:
-        sampling.check(SampleOptions(**{name: value}))  # type: ignore[arg-type]
+        samplesettings.check(SampleOptions(**{name: value}))  # type: ignore[arg-type]
 
     shown = default or (f"the model's, else {model}" if model else True)
     return _option(*flags, metavar=metavar, help=help, callback=checked(check), show_default=shown)

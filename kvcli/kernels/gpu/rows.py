@@ -1,7 +1,8 @@
 """`prepare`: from the projections of a step to queries that attention wants, and rows in their pages.
 
-Per head and token: the bias, the RMS norm of the head, RoPE, the Hadamard rotation (kernels/rotation.py), and then: a
-query is scaled and kept as float16, a key or a value is written to its page. The position is read on the device.
+Per head and token: the bias, the RMS norm of the head, RoPE, the Hadamard rotation (kernels/reference/rotation.py), and
+then: a query is scaled and kept as float16, a key or a value is written to its page. The position is read on the
+device.
 """
 
 from __future__ import annotations

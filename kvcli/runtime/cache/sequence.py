@@ -18,7 +18,7 @@ from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList, Selected
 from kvcli.runtime.cache.pool import PagePool
-from kvcli.runtime.cache.selecting import Facts, Selector
+from kvcli.runtime.cache.selector import Facts, Selector
 from kvcli.runtime.cache.states import StateStep, states_of
 from kvcli.runtime.config import LATENT
 

@@ -19,10 +19,9 @@ from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOp
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step, chunk_end
-from kvcli.runtime.engine.decoding import graph_tokens
 from kvcli.runtime.engine.events import Event
-from kvcli.runtime.engine.joining import Turns, answers, dealt, notes
 from kvcli.runtime.engine.loaded import LoadedModel
+from kvcli.runtime.engine.nextrows import Turns, answers, dealt, notes
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.replaying import replay
 from kvcli.runtime.engine.request import Request
@@ -34,6 +33,7 @@ from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
 from kvcli.runtime.engine.spec.predicting import hand_over, predictions
 from kvcli.runtime.engine.steplist import StepList
 from kvcli.runtime.engine.terms import Terms
+from kvcli.runtime.engine.tokenstream import graph_tokens
 from kvcli.runtime.host.memory import CPU, CUDA
 from kvcli.runtime.model.summarizing import summarize
 from kvcli.runtime.plan.plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcli.runtime.promptcache.lookups import Choice
+from kvcli.runtime.promptcache.lookuprecord import Choice
 from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
 from kvcli.runtime.text.tools.parts import CallPart
 

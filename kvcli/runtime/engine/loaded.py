@@ -17,7 +17,7 @@ from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.engine import guard, repeating, sampling
+from kvcli.runtime.engine import guard, samplesettings, strictrepeat
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.spec import DRAFT, MTP, drafting
 from kvcli.runtime.engine.terms import Terms
@@ -93,8 +93,8 @@ class LoadedModel:
         self.exact = load.exact and self.device.kind == CUDA
         self.grain = 1  # rows are computed in blocks of so many, so that none depends on another one
         if load.strict_repeat and self.device.kind == CUDA:
-            repeating.check(load, cache, self.config)
-            self.grain = repeating.BLOCK
+            strictrepeat.check(load, cache, self.config)
+            self.grain = strictrepeat.BLOCK
         self.cache_types = canonical(cache.type_k), canonical(cache.type_v)
         if cache.ubatch < 0:
             raise UsageError(f"`ubatch` must be 1 or more, not {cache.ubatch}", "0 = automatic")
@@ -106,8 +106,8 @@ class LoadedModel:
         interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
         self.terms = terms or self._settled(load, cache, interleaved, draft)
         self.config = self.config.at(self.terms.ctx_size)
-        self.sampling_defaults = sampling.model_defaults(self.file.metadata)
-        self._note(sampling.not_obeyed(self.sampling_defaults))
+        self.sampling_defaults = samplesettings.model_defaults(self.file.metadata)
+        self._note(samplesettings.not_obeyed(self.sampling_defaults))
         self._read_weights(ops or self._on_gpu(load), cache, self.opened.upload, kept)
         self.file.check()
 

@@ -14,9 +14,9 @@ from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import MODELS_OWN, LoadOptions
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.modelfile import ModelFile
-from kvcli.runtime.headers.opening import open_model
+from kvcli.runtime.headers.openmodel import open_model
 from kvcli.runtime.headers.titles import title_of
-from kvcli.runtime.host import ahead, machine, upload
+from kvcli.runtime.host import machine, preload, upload
 from kvcli.runtime.host.device import AUTO, check_there, parse_device, promising
 from kvcli.runtime.host.memory import CUDA, gpus
 from kvcli.runtime.host.upload import Upload
@@ -71,7 +71,7 @@ class Opened:
         file = self.file
         import_library(file.metadata)
         _check_folder()
-        ahead.load_torch()
+        preload.load_torch()
         self.path, self.title = path, title_of(path, file.size, file.metadata)
         self.notices: list[str] = list(file.notices)
         self.tell = self.notices.append

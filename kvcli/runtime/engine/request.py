@@ -11,12 +11,12 @@ import torch
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.engine.ahead import RowsAhead, room_for_guesses
 from kvcli.runtime.engine.answertext import AnswerText, Shown
 from kvcli.runtime.engine.clock import Clock
 from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
-from kvcli.runtime.engine.host import Host
 from kvcli.runtime.engine.repeats import LoopDetector
+from kvcli.runtime.engine.requesthost import Host
+from kvcli.runtime.engine.rowsahead import RowsAhead, room_for_guesses
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine import sampling
+from kvcli.runtime.engine import samplesettings
 from kvcli.runtime.engine.dry import Dry
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Sampler:
         """`defaults`: the model's own, see `sampling.settled`, which also says what is raised. `token_bytes`: what a
         token adds to the text, for DRY's sequence breakers. `remedy`: what to do where logits are not numbers.
         `constraint`: what tokens follow while `follows` is set; the caller tells it of each. Before, nothing ends."""
-        found = sampling.settled(options, defaults, vocab_size)
+        found = samplesettings.settled(options, defaults, vocab_size)
         self.vocab_size, self.seed, self.sequence = vocab_size, found.seed, found.sequence
         self.effective: dict[str, Any] = {f.name: getattr(found, f.name) for f in fields(found)}
         """Every value in force, by option name, with the seed that is used."""

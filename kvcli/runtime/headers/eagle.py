@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.errors import ModelError
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats import safetensors
-from kvcli.runtime.headers.folder import SafetensorsModel, read_object
+from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel, read_object
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.text.foldernames import CONFIG
 

@@ -1,4 +1,4 @@
-"""`ModelHeader`: names, shapes and bytes of all tensors of a model, without their data (reading.py finds the files)."""
+"""`ModelHeader`: names, shapes and bytes of all tensors of a model without data (readheader.py finds the files)."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def _weights_of_number(params: int, read: int, given: Given, assumed: float) -> 
 def _from_header(
     label: str, ref: ModelRef, given: Given, kind: str, offline: bool, lora: Sequence[LoraOption], quantize: str = ""
 ) -> PlannedModel:
-    from kvcli.runtime.headers.reading import read_header
+    from kvcli.runtime.headers.readheader import read_header
 
     header = read_header(ref, offline=offline)
     problem, remedy = "", "kv models ls lists the models that run"
@@ -187,7 +187,7 @@ def _folder_here(ref: ModelRef) -> Path | None:
 
 def _as_it_runs(header: ModelHeader, path: Path, quantize: str) -> tuple[ModelHeader, str]:
     """A folder with the keys and tensors of the GGUF file that it runs as, and ""; else as it is, and why."""
-    from kvcli.runtime.headers.folder import SafetensorsModel
+    from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel
 
     try:
         with SafetensorsModel(path if path.is_dir() else path.parent, quantize) as model:

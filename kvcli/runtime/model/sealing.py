@@ -2,7 +2,7 @@
 
 Keys are centred first. The mean is that of the sequence's own first page (kernels/reference/basis.py): it needs no
 calibration and no bytes in the pages, and a shared prefix has the same one. Scores get it back (see
-kernels/attention.py), so a bad mean costs nothing but precision.
+kernels/reference/attention.py), so a bad mean costs nothing but precision.
 """
 
 from __future__ import annotations

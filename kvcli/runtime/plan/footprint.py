@@ -2,7 +2,7 @@
 tables.
 
 Formulas over `ModelConfig`, no torch. They follow the code: `model/loading.py` and `model/decoder.py` for what is kept
-and alive, `kernels/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a GPU needs.
+and alive, `kernels/cpu/cpu_body.h` for scratch, `kernels/gpu/backend.py` for what a GPU needs.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
-from kvcli.runtime.promptcache.lookups import Choice
+from kvcli.runtime.promptcache.lookuprecord import Choice
 from kvcli.runtime.promptcache.marks import Breakpoint, Mark, MovedChunk
 from kvcli.runtime.promptcache.missed import behind_state
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed

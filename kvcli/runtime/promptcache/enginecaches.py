@@ -16,9 +16,9 @@ from kvcli.runtime.host.memory import CUDA
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.plan import Plan
 from kvcli.runtime.promptcache import fingerprint
-from kvcli.runtime.promptcache.convert import convert, larger, source_layout
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.keeper import EngineView
+from kvcli.runtime.promptcache.rowconversion import convert, larger, source_layout
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 

@@ -34,8 +34,8 @@ from kvcli.errors import CacheFileError, ModelError
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.formats.ggufvalues import NeedMoreBytes
 from kvcli.runtime.formats.safetensors import Header, TensorInfo, parse_header
+from kvcli.runtime.promptcache.rowsettings import differences, sentence
 from kvcli.runtime.promptcache.sameness import alike
-from kvcli.runtime.promptcache.settings import differences, sentence
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,17 +15,17 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import missed
 from kvcli.runtime.promptcache.caches import Reuse
-from kvcli.runtime.promptcache.convert import blocked, move, named
 from kvcli.runtime.promptcache.file import PromptCacheFile, foreign
 from kvcli.runtime.promptcache.found import Found, files_of
 from kvcli.runtime.promptcache.held import WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
 from kvcli.runtime.promptcache.ledger import PromptLedger
-from kvcli.runtime.promptcache.lookups import Choice, Reading
+from kvcli.runtime.promptcache.lookuprecord import Choice, Reading
 from kvcli.runtime.promptcache.pagefiles import read_page, take_rows, take_selected
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
+from kvcli.runtime.promptcache.rowconversion import blocked, move, named
+from kvcli.runtime.promptcache.rowsettings import differences, pair, sentence
 from kvcli.runtime.promptcache.sameness import same_rows, selected_by
-from kvcli.runtime.promptcache.settings import differences, pair, sentence
 from kvcli.runtime.promptcache.store import discard
 from kvcli.runtime.promptcache.userfile import UserFile
 

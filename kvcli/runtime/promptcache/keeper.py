@@ -17,7 +17,7 @@ from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.promptcache import userfile
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile
 from kvcli.runtime.promptcache.found import Found
-from kvcli.runtime.promptcache.lookups import Lookups
+from kvcli.runtime.promptcache.lookuprecord import Lookups
 from kvcli.runtime.promptcache.sameness import SCOPE
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import Limits

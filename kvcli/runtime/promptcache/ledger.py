@@ -20,7 +20,7 @@ from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.found import Kept
 from kvcli.runtime.promptcache.held import HeldPages, WindowTrail
 from kvcli.runtime.promptcache.keeper import Keeper
-from kvcli.runtime.promptcache.lookups import Reading
+from kvcli.runtime.promptcache.lookuprecord import Reading
 from kvcli.runtime.promptcache.marks import (
     SHARED,
     SLACK,

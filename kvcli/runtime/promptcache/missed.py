@@ -7,10 +7,10 @@ from collections.abc import Callable
 from kvcli.errors import CacheFileError
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.found import Found
-from kvcli.runtime.promptcache.lookups import Choice
+from kvcli.runtime.promptcache.lookuprecord import Choice
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.rowsettings import differences, sentence
 from kvcli.runtime.promptcache.sameness import SCOPE
-from kvcli.runtime.promptcache.settings import differences, sentence
 from kvcli.runtime.promptcache.shelves import Shelves
 from kvcli.runtime.promptcache.store import NEAR_MISSES, entries, folders
 from kvcli.words import human_seconds

@@ -14,8 +14,8 @@ from kvcli.options import PromptCacheOptions
 from kvcli.runtime.promptcache.file import Contents, PromptCacheFile, foreign, is_prompt_cache, remove_parts, write
 from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS
 from kvcli.runtime.promptcache.prefixpages import common_length
+from kvcli.runtime.promptcache.rowsettings import differences, sentence, types_of
 from kvcli.runtime.promptcache.sameness import SCOPE, same_rows
-from kvcli.runtime.promptcache.settings import differences, sentence, types_of
 
 
 def check_model(path: Path, identity: Mapping[str, str]) -> None:

@@ -11,9 +11,9 @@ from kvcli.cli.commands.bench import guesses, parallels, prefixes, speeds, uncac
 from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series
 from kvcli.cli.flags.attending import AttendFlags
-from kvcli.cli.flags.comparing import TypeFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import DraftFlags, ModelFlags, grouped
+from kvcli.cli.flags.typelists import TypeFlags
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag

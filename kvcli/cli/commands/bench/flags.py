@@ -10,9 +10,9 @@ import typer
 
 from kvcli.cli.flags.cache import check_size_of_step
 from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, not_empty
-from kvcli.cli.flags.comparing import PARALLEL, counts
 from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import DraftFlags, parse_tokens
+from kvcli.cli.flags.typelists import PARALLEL, counts
 from kvcli.cli.helptext import MEASURE
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, PromptCacheOptions

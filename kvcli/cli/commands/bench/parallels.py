@@ -11,14 +11,14 @@ from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.commands.bench.speeds import Bandwidth, bandwidth_of
 from kvcli.cli.flags.cache import Types
-from kvcli.cli.flags.comparing import TypeFlags, type_name
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit
 from kvcli.options import EvictOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.evaluate.together import Parallel
+    from kvcli.runtime.evaluate.parallels import Parallel
 
 REPETITIONS = 3
 HEADERS = ("type", "sequences", "test", "tok/s", "±", "ms a step", "times one", "% of limit")
@@ -26,7 +26,7 @@ HEADERS = ("type", "sequences", "test", "tok/s", "±", "ms a step", "times one",
 
 def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOptions, as_json: bool) -> list[str]:
     """Measure and print; why pairs of types, or numbers of sequences, are missing. Raises DoesNotFit."""
-    from kvcli.runtime.evaluate import together
+    from kvcli.runtime.evaluate import parallels
 
     counts, repetitions, invocation = what.sequences(), what.repetitions or REPETITIONS, series.invocation
     wanted = [(d, n) for d in what.depths() for n in what.positive(what.generations("128"), "--n-gen")]
@@ -39,7 +39,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
             setting.append((Setting.of(engine, series.load, types, evict), bandwidth_of(engine, what, invocation)))
         found = []
         try:
-            for each in together.run(engine, counts, wanted, repetitions, not what.no_warmup, partial(tell, pair)):
+            for each in parallels.run(engine, counts, wanted, repetitions, not what.no_warmup, partial(tell, pair)):
                 found.append((pair, each))
         except DoesNotFit as error:
             if not found:
@@ -48,7 +48,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
             left_out.append(as_flags(error.message))
         return found
 
-    longest = max(together.rows(*each) for each in wanted)
+    longest = max(parallels.rows(*each) for each in wanted)
     cache = replace(series.cache, ctx_size=longest, sequences=max(counts))
     measured, failures = replace(series, cache=cache).measure(one)
     results, failures = [each for of_type in measured for each in of_type], [*failures, *left_out]

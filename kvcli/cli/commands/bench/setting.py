@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcli.cli import engines, render, report
-from kvcli.cli.flags import comparing
+from kvcli.cli.flags import typelists
 from kvcli.cli.flags.cache import Types
-from kvcli.cli.flags.comparing import TypeFlags, type_name
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.interrupt import UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
@@ -56,7 +56,7 @@ class Setting:
             engine.loaded.title,
             size,
             *computes,
-            comparing.evict_object(engine, evict),
+            typelists.evict_object(engine, evict),
             *pages,
             engine.layout.attend,
         )

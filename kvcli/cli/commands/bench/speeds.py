@@ -11,7 +11,7 @@ from kvcli.cli import render
 from kvcli.cli.commands.bench.flags import BenchFlags
 from kvcli.cli.commands.bench.setting import Series, Setting, print_rows, steps
 from kvcli.cli.flags.cache import Types
-from kvcli.cli.flags.comparing import TypeFlags, type_name
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.invocation import Invocation
 from kvcli.options import EvictOptions
 

@@ -10,7 +10,7 @@ from kvcli.cli import render
 from kvcli.cli.commands.bench.flags import NO_CACHE, BenchFlags
 from kvcli.cli.commands.bench.setting import Series, Setting, arm_object, print_rows, steps
 from kvcli.cli.flags.cache import Types
-from kvcli.cli.flags.comparing import TypeFlags, type_name
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.errors import UsageError
 from kvcli.options import EvictOptions
 

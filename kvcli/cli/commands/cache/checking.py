@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import cachefiles, engines, render
-from kvcli.cli.commands.cache import comparing
+from kvcli.cli.commands.cache import modelchecks
 from kvcli.cli.commands.cache.arguments import Name, stored_files
 from kvcli.cli.flags.checks import in_range
 from kvcli.cli.flags.prompt import PromptFlags
@@ -51,7 +51,7 @@ def explain(
         load = replace(prompt.loading(model.options(invocation.offline)), chat=template.options(prompt.raw))
         engine = _engine_for(contents.identity, load, invocation, interrupts)
         ids = question.of(engine.loaded.text, invocation).ids(engine.loaded.text)
-        found = comparing.agreement(contents, ids, engine)
+        found = modelchecks.agreement(contents, ids, engine)
     if json:
         render.print_json("cache explain", {**_named(file.path, root), **found.as_json()})
     else:
@@ -60,7 +60,7 @@ def explain(
 
 def _engine_for(identity: dict[str, str], load: LoadOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """The model with the cache options of a file."""
-    return engines.open_engine(load, comparing.options_of(identity), invocation, interrupts)
+    return engines.open_engine(load, modelchecks.options_of(identity), invocation, interrupts)
 
 
 def _named(file: Path, root: Path) -> dict[str, str | None]:
@@ -138,7 +138,7 @@ def _recomputed(
             if selected_by(opened.contents.identity):
                 raise UsageError("its rows were selected by score", "what is not there cannot be compared")
             engine = _engine_for(opened.contents.identity, model.options(invocation.offline), invocation, interrupts)
-            found = comparing.recompute(engine, opened, pages, tol)
+            found = modelchecks.recompute(engine, opened, pages, tol)
         except UsageError as error:
             if named:
                 error.message = f"{file} cannot be computed again: {error.message}"

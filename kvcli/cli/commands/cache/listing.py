@@ -167,7 +167,7 @@ def _maker(file: Described) -> str:
 def _text(model: str, ids: list[int], tokenizer_hash: str, invocation: Invocation) -> str:
     """Raises CacheFileError for a model with another tokenizer."""
     from kvcli.cli import locate
-    from kvcli.runtime.headers.opening import open_model
+    from kvcli.runtime.headers.openmodel import open_model
     from kvcli.runtime.promptcache import fingerprint
     from kvcli.runtime.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from kvcli.cli import engines, render
-from kvcli.cli.commands.cache import comparing
+from kvcli.cli.commands.cache import modelchecks
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation
 from kvcli.errors import CacheFileError
@@ -17,10 +17,10 @@ STRETCHES, BAR = 24, 30  # lines, and columns of the longest bar
 def drawn(model: str, ids: list[int], identity: dict[str, str], invocation: Invocation) -> str:
     """A line for each stretch of the text: its tokens, its share of the attention, a bar, its first words. Raises
     CacheFileError for a model with another tokenizer."""
-    from kvcli.runtime.evaluate.looking import look, watching
+    from kvcli.runtime.evaluate.attentionmass import look, watching
     from kvcli.runtime.promptcache import fingerprint
 
-    cache = watching(comparing.options_of(identity), len(ids))
+    cache = watching(modelchecks.options_of(identity), len(ids))
     with Interrupts(partial(last_words, as_json=False)) as interrupts:
         engine = engines.open_engine(LoadOptions(model, offline=invocation.offline), cache, invocation, interrupts)
         if fingerprint.tokenizer_hash(engine.loaded.file.metadata) != identity.get("tokenizer"):

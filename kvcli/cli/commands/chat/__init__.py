@@ -18,7 +18,7 @@ import typer
 from kvcli.cli import engines, keeping, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
-from kvcli.cli.commands.chat import importing, messages, saved, slash, transcript
+from kvcli.cli.commands.chat import importing, messages, savedchats, slash, transcript
 from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
@@ -61,7 +61,7 @@ printf 'Hello.\\nAnd in French?\\n' | kv chat --script
 def register(app: typer.Typer) -> None:
     group = App(cls=ChatGroup)
     group.callback(invoke_without_command=True, epilog=EXAMPLES)(chat)
-    for command in (saved.ls, saved.show, saved.export, importing.import_, saved.rm):
+    for command in (savedchats.ls, savedchats.show, savedchats.export, importing.import_, savedchats.rm):
         group.command(command.__name__.rstrip("_"), rich_help_panel="Saved chats")(command)
     app.add_typer(group, name="chat", rich_help_panel=GENERATE)
 

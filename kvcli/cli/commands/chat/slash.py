@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from kvcli.cli import chatcost
 from kvcli.cli.answer import settle
-from kvcli.cli.commands.chat import hints, settings, transcript
+from kvcli.cli.commands.chat import hints, slashset, transcript
 from kvcli.cli.commands.chat.session import ChatSession
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.report import full_stats
@@ -75,7 +75,7 @@ def _obey(session: ChatSession, line: str) -> bool:
     command = _command(name)
     if command is None and name not in LEAVING:
         raise UsageError(
-            f"unknown command {name}", hints.of_command(name, NAMES, (*settings.names(), *settings.OTHER_NAMES))
+            f"unknown command {name}", hints.of_command(name, NAMES, (*slashset.names(), *slashset.OTHER_NAMES))
         )
     if argument and (command is None or not command.argument):
         raise UsageError(f"{name} takes no argument", hints.TO_SEND)
@@ -161,18 +161,18 @@ def _reasoning(session: ChatSession, asked: str) -> None:
 
 
 def _set(session: ChatSession, argument: str) -> None:
-    word, value = settings.parted(argument)
-    name = settings.name_of(word) if word else ""
+    word, value = slashset.parted(argument)
+    name = slashset.name_of(word) if word else ""
     if value:
-        sampling = settings.changed(session.sampling, name, value.strip())
+        sampling = slashset.changed(session.sampling, name, value.strip())
         with _called(word):
             settle(session.engine.loaded, sampling)
         session.sampling = sampling
     asked, settled = session.sampling, settle(session.engine.loaded, session.sampling)
     if name:
-        say(f"{settings.shown_as(name)}: {settings.described(name, asked, settled)}")
+        say(f"{slashset.shown_as(name)}: {slashset.described(name, asked, settled)}")
     else:
-        write_err("".join(wrapped(f"  {line}\n", "  ") for line in settings.lines(asked, settled)))
+        write_err("".join(wrapped(f"  {line}\n", "  ") for line in slashset.lines(asked, settled)))
 
 
 @contextmanager
@@ -291,7 +291,7 @@ COMMANDS = (
         "[KEY VALUE]",
         "show or change temperature, top_k, n, seed, ...",
         _set,
-        values=lambda s: settings.names(),
+        values=lambda s: slashset.names(),
     ),
     Command(
         "/branch",

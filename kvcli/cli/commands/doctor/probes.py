@@ -20,7 +20,7 @@ from kvcli.runtime.host.memory import CPU, main_memory
 from kvcli.runtime.hub import inventory
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.plan.overheads import Overheads
-from kvcli.runtime.promptcache import lookups
+from kvcli.runtime.promptcache import lookuprecord
 from kvcli.words import human_bytes
 
 
@@ -63,11 +63,11 @@ def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> I
         if finding.values.get("name"):
             values = finding.values
             measured.append((values["name"], values.get("runtime_bytes"), values.get("bandwidth_gb_s")))
-            ways[lookups.link_to(values["name"])] = values.get("link_gb_s")
+            ways[lookuprecord.link_to(values["name"])] = values.get("link_gb_s")
     begin("speed of the disk")
     disk = _probe("disk", lambda: disk_speed(paths.cache_dir()), _disk)
     yield disk
-    ways[lookups.DISK] = disk.values.get("read_gb_s")
+    ways[lookuprecord.DISK] = disk.values.get("read_gb_s")
     yield _probe("stored", lambda: _store(measured, ways, processor.values.get("name", "")), _stored)
     yield _probe("models", _models, _names)
     yield _probe("storage", lambda: _kept(prompts), _sizes)

@@ -14,10 +14,10 @@ from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.commands.eval.results import Cell, print_cells, print_object
 from kvcli.cli.commands.eval.throughput import SEQUENCES, THROUGHPUT, Measuring
 from kvcli.cli.flags.checks import checked, in_range
-from kvcli.cli.flags.compared import Compared, WithFlags
-from kvcli.cli.flags.comparing import PARALLEL, TypeFlags, counts, warn_of_layout
+from kvcli.cli.flags.comparedsettings import Compared, WithFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
+from kvcli.cli.flags.typelists import PARALLEL, TypeFlags, counts, warn_of_layout
 from kvcli.cli.helptext import MEASURE, PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
@@ -261,11 +261,11 @@ def _measure(
     opened: list[Engine], compared: list[Compared], examples: list[Example], later: bool, invocation: Invocation
 ) -> list[Cell]:
     """A cell for each setting, length and task, in this order."""
-    from kvcli.runtime.evaluate import answers
+    from kvcli.runtime.evaluate import givenanswers
 
     cells: dict[tuple[str, int, str], Cell] = {}
     with render.Progress(invocation, unit="tokens") as progress:
-        for example, found in answers.compare(opened, examples, progress, later):
+        for example, found in givenanswers.compare(opened, examples, progress, later):
             for each, answer in zip(compared, found, strict=True):
                 key = each.name, example.tokens, example.name
                 cells.setdefault(key, Cell(each, example.task, example.tokens, example.depth)).add(example, answer)

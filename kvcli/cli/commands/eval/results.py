@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcli.cli import render, report
-from kvcli.cli.flags.compared import Compared
+from kvcli.cli.flags.comparedsettings import Compared
 from kvcli.cli.invocation import Invocation
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.evaluate.answers import Answer
+    from kvcli.runtime.evaluate.givenanswers import Answer
     from kvcli.runtime.evaluate.tasks import Example
 
 TEXT = "text"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.cli import engines, render
 from kvcli.cli.commands.eval.plot import Points
 from kvcli.cli.commands.eval.results import setting_object
-from kvcli.cli.flags.compared import Compared
+from kvcli.cli.flags.comparedsettings import Compared
 from kvcli.cli.interrupt import Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
@@ -20,7 +20,7 @@ from kvcli.options import LoadOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
-    from kvcli.runtime.evaluate.together import Parallel
+    from kvcli.runtime.evaluate.parallels import Parallel
 
 THROUGHPUT, SEQUENCES = "throughput", "1,2,4,8"
 ANSWER = 32  # tokens that each sequence writes at the end of its context
@@ -92,10 +92,10 @@ def measure(
 
 
 def _rates(engine: Engine, tokens: int, what: Measuring, tell: Callable[[str], None]) -> list[Parallel]:
-    from kvcli.runtime.evaluate import together
+    from kvcli.runtime.evaluate import parallels
 
-    depth = tokens - ANSWER - together.rows(0, 0)
-    return list(together.run(engine, what.counts, [(depth, ANSWER)], what.repetitions, True, tell))
+    depth = tokens - ANSWER - parallels.rows(0, 0)
+    return list(parallels.run(engine, what.counts, [(depth, ANSWER)], what.repetitions, True, tell))
 
 
 def print_rates(rates: list[Rate], invocation: Invocation) -> None:

@@ -95,7 +95,7 @@ class Retention(ABC):
 
     @property
     def identity(self) -> str:
-        """What rows depend on beside tokens and positions, in words that promptcache/settings.py reads."""
+        """What rows depend on beside tokens and positions, in words that promptcache/rowsettings.py reads."""
         return f"keep {self.keep} window {self.window}"
 
     def notice(self) -> str:

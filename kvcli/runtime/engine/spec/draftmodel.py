@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvcli.runtime.engine.decoding import DeviceRows
 from kvcli.runtime.engine.spec import DRAFT
 from kvcli.runtime.engine.spec.drawing import DrawnGuesses
 from kvcli.runtime.engine.spec.guesses import Guesses, Session
 from kvcli.runtime.engine.spec.pace import ROWS
+from kvcli.runtime.engine.tokenstream import DeviceRows
 from kvcli.runtime.promptcache.prefix import PrefixTree
 from kvcli.runtime.promptcache.prefixpages import common_length
 

@@ -26,8 +26,8 @@ from kvcli.runtime.promptcache.fingerprint import LAYOUT_FIELDS, layout_fields
 from kvcli.runtime.promptcache.found import Found
 from kvcli.runtime.promptcache.pagefiles import bases_of, basis_arrays, release, take_rows
 from kvcli.runtime.promptcache.prefixpages import needed
+from kvcli.runtime.promptcache.rowsettings import pair, types_of
 from kvcli.runtime.promptcache.sameness import APART, VALUES
-from kvcli.runtime.promptcache.settings import pair, types_of
 
 STEP = 256  # rows that are converted at a time
 

@@ -10,7 +10,7 @@ from reusecases import ask, engine_of, files_in, store_in
 
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.runtime.promptcache.prefixpages import longest
-from kvcli.runtime.promptcache.starting import layout_of, starts
+from kvcli.runtime.promptcache.startpoints import layout_of, starts
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvcli.options import AttendOptions, CacheOptions, LoadOptions, LoraOption
 from kvcli.runtime.cache.layout import KVLayout, PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
-from kvcli.runtime.engine import repeating
+from kvcli.runtime.engine import strictrepeat
 from kvcli.runtime.engine.graph import stepgraph
 from kvcli.runtime.engine.graph.stepgraph import StepGraph
 from kvcli.runtime.formats.gguf import GGUFFile
@@ -111,13 +111,13 @@ def test_a_prompt_goes_on_behind_whole_blocks() -> None:
 def test_what_is_not_known_to_repeat_is_refused(load: LoadOptions, cache: CacheOptions, named: str) -> None:
     config = from_gguf(*_header("llama"))
     with pytest.raises(UsageError, match=named):
-        repeating.check(load, cache, config)
-    repeating.check(LoadOptions("m"), CacheOptions(ubatch=512), config)
+        strictrepeat.check(load, cache, config)
+    strictrepeat.check(LoadOptions("m"), CacheOptions(ubatch=512), config)
 
 
 def test_mixtures_are_refused() -> None:
     with pytest.raises(UsageError, match="a mixture of experts"):
-        repeating.check(LoadOptions("m"), CacheOptions(), from_gguf(*_header("mixtral")))
+        strictrepeat.check(LoadOptions("m"), CacheOptions(), from_gguf(*_header("mixtral")))
 
 
 def _header(variant: str):

@@ -18,7 +18,7 @@ from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.hfkeys import config_of, metadata_of
 from kvcli.runtime.headers.modelheaders import MAX_CONFIG_BYTES, document
 from kvcli.runtime.hub import hubcache
-from kvcli.runtime.text import folder as texts
+from kvcli.runtime.text import foldertokenizer as texts
 from kvcli.runtime.text.foldernames import CONFIG, FILES
 from kvcli.words import human_bytes
 

@@ -14,7 +14,7 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from marshal import loads
 from typing import TYPE_CHECKING
 
-from kvcli.keepalive import here, likeness, wire
+from kvcli.keepalive import inheritance, thisprocess, wire
 
 if TYPE_CHECKING:
     import _socket
@@ -57,7 +57,9 @@ class Request:
         return Request(self.body, folder, tuple(fds), self.argv, self.environment, self.numbers)
 
 
-def become(request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]) -> here.Forked:
+def become(
+    request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]
+) -> thisprocess.Forked:
     """Make this process, just forked, what the caller's is. `conn` and `control` are above HIGH (see `moved`);
     `kept_open`: descriptors that libraries have.
 
@@ -69,7 +71,7 @@ def become(request: Request, conn: _socket.socket, control: int, caller: int, ke
             signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     request = request.moved()  # before there may be fewer descriptors
-    parent = likeness.take(caller)
+    parent = inheritance.take(caller)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number < HIGH and number not in kept_open:
             with suppress(OSError):  # of this listing
@@ -81,9 +83,9 @@ def become(request: Request, conn: _socket.socket, control: int, caller: int, ke
     os.environ.update({os.fsdecode(name): os.fsdecode(value) for name, value in request.environment.items()})
     time.tzset()
     sys.argv = [os.fsdecode(word) for word in request.argv]
-    here.started_with.clear()
-    here.started_with.update(os.environ)
-    return here.Forked("", None, request, conn, control, parent)
+    thisprocess.started_with.clear()
+    thisprocess.started_with.update(os.environ)
+    return thisprocess.Forked("", None, request, conn, control, parent)
 
 
 def moved(conn: _socket.socket, control: int) -> tuple[_socket.socket, int]:
@@ -114,7 +116,7 @@ def _stream(number: int, encoding: str, errors: str) -> TextIO | None:
     return io.TextIOWrapper(buffered, encoding, errors, "\n", raw.isatty() or number == 2, at_once)
 
 
-def hand_on(forked: here.Forked, name: str) -> None:
+def hand_on(forked: thisprocess.Forked, name: str) -> None:
     """Let another process that keeps a model do the command, and wait until it has taken it. Raises OSError and
     wire.Closed."""
     request = forked.request
@@ -127,7 +129,7 @@ def hand_on(forked: here.Forked, name: str) -> None:
         to.close()
 
 
-def tell_end(forked: here.Forked, code: int) -> None:
+def tell_end(forked: thisprocess.Forked, code: int) -> None:
     """The command is done: tell the caller, who may have nobody else to tell it."""
     with suppress(OSError):
         wire.send(forked.conn, wire.DONE, str(code).encode())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvcli.runtime.plan import overheads
 from kvcli.runtime.promptcache import worth
-from kvcli.runtime.promptcache.settings import pair, types_of
+from kvcli.runtime.promptcache.rowsettings import pair, types_of
 from kvcli.runtime.promptcache.worth import ModelWorth, Uses, Worth, key_of
 
 MARGIN_S = 0.1  # by which computing rows must be faster than reading them

@@ -15,9 +15,9 @@ from kvcli.cli import commandline, plainvalues
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.cache import Types
 from kvcli.cli.flags.checks import checked
-from kvcli.cli.flags.comparing import TypeFlags, type_name
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import CacheFlags, grouped
+from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags

@@ -15,7 +15,7 @@ def open_model(path: Path, quantize: str = "") -> ModelFile:
     `quantize`: see `SafetensorsModel`. Raises ModelError, and UsageError for a GGUF file that is to be quantized.
     """
     if path.is_dir() or path.suffix == ".safetensors":
-        from kvcli.runtime.headers.folder import SafetensorsModel
+        from kvcli.runtime.headers.safetensorsmodel import SafetensorsModel
 
         return SafetensorsModel(path if path.is_dir() else path.parent, quantize)
     if quantize:

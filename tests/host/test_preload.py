@@ -11,7 +11,7 @@ import pytest
 import tiny
 from conftest import PACKAGE_ROOT
 
-from kvcli.runtime.host import ahead
+from kvcli.runtime.host import preload
 
 BEGIN = f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r})\n"
 
@@ -26,8 +26,8 @@ def _run(code: str) -> str:
 def test_libraries_of_torch_are_loaded_without_torch() -> None:
     code = """
 import time
-from kvcli.runtime.host import ahead
-ahead.load_torch()
+from kvcli.runtime.host import preload
+preload.load_torch()
 until = time.monotonic() + 60
 while "libtorch_cpu" not in open("/proc/self/maps").read() and time.monotonic() < until:
     time.sleep(0.01)
@@ -52,16 +52,16 @@ print("torch" in sys.modules, len(opened.text.tokenizer.encode("hi")) > 0)
 def test_what_cannot_be_loaded_is_left_to_torch(tmp_path: Path) -> None:
     done = _thread.allocate_lock()
     done.acquire()
-    ahead._load([(bytes(tmp_path / "libnone.so"), 2), (bytes(tmp_path / "libother.so"), 2)], done)
+    preload._load([(bytes(tmp_path / "libnone.so"), 2), (bytes(tmp_path / "libother.so"), 2)], done)
     assert not done.locked()
 
 
 def test_a_process_may_end_while_libraries_are_loaded() -> None:
-    _run("from kvcli.runtime.host import ahead; ahead.load_torch()")
+    _run("from kvcli.runtime.host import preload; preload.load_torch()")
 
 
 def test_libraries_of_another_cuda_are_left_to_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path / 'none'}:{tmp_path}")
-    assert not ahead._has_other_cuda()
+    assert not preload._has_other_cuda()
     (tmp_path / "libnvJitLink.so.12").touch()
-    assert ahead._has_other_cuda()
+    assert preload._has_other_cuda()

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     import torch
 
     from kvcli.runtime.cache.sequence import Sequence
-    from kvcli.runtime.engine.decoding import DeviceRows
     from kvcli.runtime.engine.sampler import Sampler
+    from kvcli.runtime.engine.tokenstream import DeviceRows
 
 
 class Seat(Protocol):
@@ -40,7 +40,7 @@ class RowsAhead:
         else their logits, on the host."""
         if len(logits) == 1 or logits.device.type != "cuda":
             return logits.cpu()
-        from kvcli.runtime.engine.decoding import DeviceRows
+        from kvcli.runtime.engine.tokenstream import DeviceRows
 
         if not DeviceRows.possible(sampler):
             return logits.cpu()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kvcli.runtime.formats import safetensors, splitgguf
 from kvcli.runtime.formats.localfile import LocalFile
-from kvcli.runtime.headers.folder import read_object
 from kvcli.runtime.headers.modelheaders import ModelHeader, Prefix, gguf_model, safetensors_model
+from kvcli.runtime.headers.safetensorsmodel import read_object
 from kvcli.runtime.hub import hubcache, modelfiles
 from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.text.foldernames import CONFIG

@@ -11,8 +11,8 @@ from engines import PROMPT, run
 from reusecases import FOUR, Told, ask, engine_of, files_in, store_in
 
 from kvcli.options import PromptCacheOptions
-from kvcli.runtime.promptcache import lookups, worth
-from kvcli.runtime.promptcache.lookups import Choice, Lookups
+from kvcli.runtime.promptcache import lookuprecord, worth
+from kvcli.runtime.promptcache.lookuprecord import Choice, Lookups
 from kvcli.runtime.promptcache.worth import ModelWorth, key_of
 
 
@@ -111,7 +111,7 @@ def test_whichever_is_predicted_to_be_faster(slow: bool, tmp_path: Path, monkeyp
         asked.append((start, end, nbytes))
         return Choice(9.0, 2.0) if slow else Choice(2.0, 9.0)
 
-    monkeypatch.setattr(lookups.Lookups, "predict", predict)
+    monkeypatch.setattr(lookuprecord.Lookups, "predict", predict)
     end = ask(engine, [*PROMPT[:100], 5, 6], store_in(tmp_path), told)
     fresh = ask(engine, [*PROMPT[:100], 5, 6], PromptCacheOptions())
     layout = engine.layout

@@ -47,9 +47,9 @@ def kind() -> str:
     from zlib import crc32
 
     import kvcli
-    from kvcli.keepalive import here
+    from kvcli.keepalive import thisprocess
 
-    environment = here.started_with or os.environ
+    environment = thisprocess.started_with or os.environ
     read = sorted(item for item in environment.items() if item[0].startswith(_READ_EARLY))
     options = tuple(sys.flags), sorted(sys._xoptions.items())
     facts = kvcli.__version__, kvcli.__file__, sys.version, sys.executable, *options, read

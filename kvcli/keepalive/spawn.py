@@ -14,7 +14,7 @@ from pathlib import Path
 import kvcli
 from kvcli import paths
 from kvcli.errors import UsageError
-from kvcli.keepalive import here, places, wire
+from kvcli.keepalive import socketfolder, thisprocess, wire
 from kvcli.options import MODELS_OWN, LoadOptions
 
 FOREVER = -1.0
@@ -64,10 +64,10 @@ class Wanted:
 
 def start(wanted: Wanted) -> None:
     """Start the process, if there is none yet, and wait for nothing. What it has to say goes into the log. OSError."""
-    environment = here.started_with or dict(os.environ)
-    places.make()
+    environment = thisprocess.started_with or dict(os.environ)
+    socketfolder.make()
     with suppress(OSError):
-        wire.connect(f"{places.kind()}-{wanted.key}{places.SOCKET}").close()
+        wire.connect(f"{socketfolder.kind()}-{wanted.key}{socketfolder.SOCKET}").close()
         return
     root = str(Path(kvcli.__file__).resolve().parent.parent)
     code = (

@@ -108,7 +108,7 @@ class Compiler:
     def _begin(self) -> subprocess.Popen[bytes]:
         """Raises OSError. Nothing of the folder that kv was started in is imported."""
         root = str(Path(__file__).resolve().parents[3])
-        code = f"import sys; sys.path[0] = {root!r}; from kvcli.runtime.text.compiling import main; main()"
+        code = f"import sys; sys.path[0] = {root!r}; from kvcli.runtime.text.schemacompiler import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             cwd="/", start_new_session=True,  # Ctrl-C is for the server, which ends it

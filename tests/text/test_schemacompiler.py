@@ -16,7 +16,7 @@ import pytest
 
 from kvcli.errors import UsageError
 from kvcli.runtime.text import grammar
-from kvcli.runtime.text.compiling import Compiler, main
+from kvcli.runtime.text.schemacompiler import Compiler, main
 
 SLOW = {"allOf": [{"type": "string", "pattern": f".{{{number}}}"} for number in range(50)]}
 GOOD = {"type": "object", "properties": {"größe": {"type": "integer"}}}

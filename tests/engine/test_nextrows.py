@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcli.runtime.engine.joining import dealt, wanted
+from kvcli.runtime.engine.nextrows import dealt, wanted
 
 
 @dataclass(eq=False)

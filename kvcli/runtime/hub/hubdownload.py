@@ -14,8 +14,8 @@ from kvcli.runtime.formats.safetensors import INDEX, SINGLE
 from kvcli.runtime.hub import fetching, hubcache, hubnames
 from kvcli.runtime.hub.fetching import Wanted
 from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference, Variant
-from kvcli.runtime.hub.listing import HubFile, Listing, list_repository, stored_token
 from kvcli.runtime.hub.ranges import RemoteFile, read_document
+from kvcli.runtime.hub.repository import HubFile, Listing, list_repository, stored_token
 from kvcli.runtime.hub.store import Progress, check_disk, install
 from kvcli.runtime.hub.websession import Session
 from kvcli.runtime.text.foldernames import CONFIG, FILES, SENTENCEPIECE, TOKENIZER

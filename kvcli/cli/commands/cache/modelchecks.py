@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvcli.cli.wording import as_flags
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import CacheOptions
-from kvcli.runtime.promptcache.settings import cache_options, differences, sentence
+from kvcli.runtime.promptcache.rowsettings import cache_options, differences, sentence
 from kvcli.words import counted
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.config import LayerConfig
 from kvcli.runtime.promptcache.file import Contents
+from kvcli.runtime.promptcache.rowsettings import cache_options
 from kvcli.runtime.promptcache.sameness import APART, VALUES
-from kvcli.runtime.promptcache.settings import cache_options
 
 _LAYER = {field.name for field in fields(LayerConfig)} - {"rope", "temperature"}  # which no size depends on
 
