@@ -323,6 +323,10 @@ class _Message:
         return self._close() + wire.event(told, "message_delta") + wire.event({"type": "message_stop"}, "message_stop")
 
 
+def _failed(found: Failure) -> str:
+    return wire.event(failure(found), "error")
+
+
 PING = wire.event({"type": "ping"}, "ping")
 
 
@@ -333,8 +337,8 @@ async def messages(request: Request, serving: Serving[Answers], body: bytes) -> 
     reply = await wire.while_connected(request, serving.host.ask(call.asks(serving)))
     form, headers = _Message(reply), calls.left_out(call.left_out)
     if call.stream:
-        sent = wire.pieces(reply, "", form.write, form.end, PING, lambda found: wire.event(failure(found), "error"))
-        return wire.Stream(sent, reply, headers=headers)
+        sent = wire.pieces(reply, "", form.write, form.end, PING)
+        return wire.Stream(sent, reply, _failed, headers=headers)
     async with reply:
         whole = form.whole((await wire.while_connected(request, reply.whole()))[0])
     return wire.object_response(whole, headers=headers)

@@ -153,4 +153,6 @@ def application(serving: Serving[Any], guard: Guard, interfaces: Any = _INTERFAC
         for method, path, handler in listed
     ]
     missing = partial(_no_route, guard)
-    return Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+    found = Starlette(routes=routes, exception_handlers={404: missing, 405: missing})
+    found.state.over = asyncio.Event()
+    return found

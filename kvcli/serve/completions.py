@@ -8,11 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcli.errors import KVError, UsageError
+from kvcli.errors import UsageError
 from kvcli.runtime.engine.events import End, Event, Logprobs, Token
 from kvcli.serve import asked, wire
 from kvcli.serve.asked import Json
-from kvcli.serve.failures import Failure
 from kvcli.serve.host import Host
 from kvcli.serve.openai import Sampled, failed, finish, timings, usage_of
 from kvcli.serve.replies import Answer, Question, Reply
@@ -134,16 +133,16 @@ async def completions(request: Request, serving: Engines, body: bytes) -> Respon
     form = _Texts(call, served.name, leads, questions[0].count)
     if call.stream:
         first = await wire.while_connected(request, serving.host.ask(questions[0]))
-        return wire.Stream(_streamed(first, serving.host, questions, form), first)
+        return wire.Stream(_streamed(first, serving.host, questions, form), first, failed)
     answers = []
     for question in questions:
-        async with await serving.host.ask(question) as reply:
+        async with await wire.while_connected(request, serving.host.ask(question)) as reply:
             answers.append(await wire.while_connected(request, reply.whole()))
     return wire.object_response(form.whole(answers))
 
 
 async def _streamed(reply: Reply, host: Host, questions: list[Question], form: _Texts) -> wire.Pieces:
-    """One prompt after the other; `reply` is to the first."""
+    """One prompt after the other; `reply` is to the first. Raises KVError."""
     tokens = []
     for prompt, question in enumerate(questions):
         ends: list[End] = []
@@ -154,15 +153,9 @@ async def _streamed(reply: Reply, host: Host, questions: list[Question], form: _
             return form.chunk(prompt * form.count + number, event)
 
         lead = form.chunk(prompt * form.count, Token(None, form.prompts[prompt]))
-        try:
-            reply = await host.ask(question) if prompt else reply
-        except KVError as error:
-            yield failed(Failure.of(error))
-            return
-        async for text in wire.pieces(reply, lead, write, str, ": ping\n\n", failed):
+        reply = await host.ask(question) if prompt else reply
+        async for text in wire.pieces(reply, lead, write, str, ": ping\n\n"):
             yield text
-        if len(ends) < form.count:
-            return
         tokens.append(usage_of(ends))
     if form.with_usage:
         yield wire.event({**form.head, "choices": [], "usage": _added(tokens)})

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +26,22 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 20.0  # that what makes a prompt slowly may wait for others of its kind
 Made = TypeVar("Made")
+
+
+async def _aside(make: Callable[[], Made]) -> Made:
+    """What `make` returns, which may take minutes: in a thread that nobody waits for when the process ends. Raises what
+    it does."""
+    made = Future[Made]()
+    made.set_running_or_notify_cancel()  # it ends even where nobody waits for it any more
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="kv-load", daemon=True).start()
+    return await asyncio.wrap_future(made)
 
 
 class EngineReply(Reply):
@@ -148,7 +165,7 @@ class Host:
                 while len(self.loaded) >= self.most:
                     await self._unload_one()
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(None, self._load, name)
+                    found = await _aside(lambda: self._load(name))
                 except DoesNotFit:
                     if not self.loaded:
                         raise

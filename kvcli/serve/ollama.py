@@ -225,8 +225,8 @@ async def _answered(
             raise UsageError(f"`options.num_ctx` is {asks}, and the context {most}", "kv serve --ctx-size sets it")
     form = _Lines(reply, call.model, chat)
     if call.stream is not False:
-        sent = wire.pieces(reply, "", form.write, str, "", lambda found: _line(failure(found)))
-        return wire.Stream(sent, reply, "application/x-ndjson")
+        sent = wire.pieces(reply, "", form.write, str, "")
+        return wire.Stream(sent, reply, lambda found: _line(failure(found)), "application/x-ndjson")
     async with reply:
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
 

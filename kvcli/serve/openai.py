@@ -296,8 +296,8 @@ async def chat_completions(request: Request, serving: Serving[Answers], body: by
     reply = await wire.while_connected(request, serving.host.ask(question))
     form = _Chat(call, reply)
     if call.stream:
-        sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n", failed)
-        return wire.Stream(sent, reply)
+        sent = wire.pieces(reply, "", form.write, form.end, ": ping\n\n")
+        return wire.Stream(sent, reply, failed)
     async with reply:
         return wire.object_response(form.whole(await wire.while_connected(request, reply.whole())))
 

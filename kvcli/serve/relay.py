@@ -14,9 +14,9 @@ from starlette.responses import Response
 from kvcli.errors import UsageError
 from kvcli.peers import http1, mapping
 from kvcli.serve import anthropic, asked, native, ollama, openai, responses, wire
-from kvcli.serve.failures import Failure, Refused
+from kvcli.serve.failures import Refused
 from kvcli.serve.serving import Serving
-from kvcli.serve.upstream import CHAT, TEXT, Upstream, gone, not_an_answer, read
+from kvcli.serve.upstream import CHAT, DONE, TEXT, Upstream, code_of, gone, not_an_answer, read, refused
 
 Relay = Serving[Upstream]
 
@@ -40,10 +40,17 @@ async def _through(target: str, request: Request, serving: Relay, body: bytes) -
     called = await wire.while_connected(request, upstream.begin(target, json.dumps(sent).encode()))
     answered = called.answered
     kind = answered.headers.get("content-type", "application/json")
-    if kind.startswith("text/event-stream"):
-        return wire.Stream(_pieces(answered), called, kind, status=answered.status)
-    async with called:
-        return Response(await wire.while_connected(request, whole(answered)), answered.status, media_type=kind)
+    try:
+        if answered.status == 200 and kind.startswith("text/event-stream"):
+            events = http1.Events(answered)
+            first = await wire.while_connected(request, _event(events))
+            return wire.Stream(_pieces(first, events), called, openai.failed, kind)
+        data = await wire.while_connected(request, whole(answered))
+    except BaseException:
+        called.close()
+        raise
+    called.close()
+    return Response(data, answered.status, media_type=kind)
 
 
 async def whole(answered: http1.Answered) -> bytes:
@@ -53,20 +60,41 @@ async def whole(answered: http1.Answered) -> bytes:
     except http1.PeerGone:
         raise gone() from None
     if answered.status == 200:
-        try:
-            msgspec.json.decode(data, type=dict)
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-            raise not_an_answer() from None
+        _check(data)
     return data
 
 
-async def _pieces(answered: http1.Answered) -> wire.RawPieces:
-    """A stream; where it ends too early, that is told in it."""
+def _check(data: bytes | str) -> None:
+    """Raises Refused for what is no answer, or no piece of one."""
     try:
-        while piece := await answered.piece():
-            yield piece
+        found = msgspec.json.decode(data, type=dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise not_an_answer() from None
+    if found.get("error") is not None:
+        raise refused(code_of(found["error"]), msgspec.json.encode(found))
+    if not isinstance(found.get("choices"), list):
+        raise not_an_answer()
+
+
+async def _event(events: http1.Events) -> str:
+    """What the next event of a stream says. Raises Stopped where there is none, Refused for what is no answer."""
+    try:
+        text = await events.next()
     except http1.PeerGone:
-        yield openai.failed(Failure.of(gone())).encode()
+        text = None
+    if text is None:
+        raise gone()
+    if text != DONE:
+        _check(text)
+    return text
+
+
+async def _pieces(text: str, events: http1.Events) -> wire.Pieces:
+    """A stream that begins with `text`. Raises what `_event` does."""
+    yield wire.event(text)
+    while text != DONE:
+        text = await _event(events)
+        yield wire.event(text)
 
 
 async def _page(target: str, request: Request, serving: Relay, body: bytes) -> Response:

@@ -305,8 +305,8 @@ async def responses(request: Request, serving: Serving[Answers], body: bytes) ->
     reply = await wire.while_connected(request, serving.host.ask(question))
     form = _Response(call, reply, reply.options[0])
     if call.stream:
-        sent = wire.pieces(reply, form.begin(), form.write, form.end, ": ping\n\n", form.failed)
-        return wire.Stream(sent, reply, headers=headers)
+        sent = wire.pieces(reply, form.begin(), form.write, form.end, ": ping\n\n")
+        return wire.Stream(sent, reply, form.failed, headers=headers)
     async with reply:
         whole = form.whole((await wire.while_connected(request, reply.whole()))[0])
     return wire.object_response(whole, headers=headers)

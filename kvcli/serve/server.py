@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
+import math
 import os
 import socket
 import stat
@@ -18,10 +20,13 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcli.errors import UsageError
+from kvcli.words import counted
 
+LOG = logging.getLogger("kvcli")
 HEADERS_S = 10.0  # that a client may take to send the head of a call
 KEEP_S = 30  # that a connection stays open between calls
-GRACE_S = 10  # that answers may go on for when the server is told to stop
+GRACE_S = 10.0  # that answers may go on for when the server is told to stop
+TELL_S = 2  # that it may take to tell the clients of others
 CONNECTIONS = 1024
 
 
@@ -121,25 +126,37 @@ def address(listening: socket.socket) -> str:
     return f"http://{host}:{name[1]}"
 
 
+def _nothing(record: logging.LogRecord) -> bool:
+    """A filter that lets nothing through."""
+    return False
+
+
 def run(app: Starlette, listening: socket.socket, stopping: Callable[[], bool]) -> None:
-    """Serve until `stopping`, and then until all answers are sent, for GRACE_S at most."""
+    """Serve until `stopping`, and then until all answers are sent. Who waits for longer than GRACE_S is told that the
+    server stops."""
     config = uvicorn.Config(
         app, http=PromptProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=GRACE_S, limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=math.ceil(GRACE_S) + TELL_S, limit_concurrency=CONNECTIONS,
     )  # fmt: skip
-    server = _Server(config)
+    server, said = _Server(config), logging.getLogger("uvicorn.error")
 
     async def serve() -> None:
         async def watch() -> None:
             while not stopping():
                 await asyncio.sleep(0.1)
             server.should_exit = True
+            if count := len(server.server_state.tasks):
+                LOG.warning("stopping: answers to %s may take %.0f s more", counted(count, "call"), GRACE_S)
+            await asyncio.sleep(GRACE_S)
+            app.state.over.set()
+            said.addFilter(_nothing)  # of clients that do not read it
 
         watching = asyncio.ensure_future(watch())
         try:
             await server.serve(sockets=[listening])
         finally:
             watching.cancel()
+            said.removeFilter(_nothing)
 
     name = listening.getsockname()
     try:

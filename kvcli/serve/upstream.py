@@ -21,6 +21,7 @@ from kvcli.serve.worker import Busy, Stopped
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+DONE = "[DONE]"  # the last event of a stream
 
 
 def gone() -> Stopped:
@@ -187,6 +188,12 @@ def refused(status: int, body: bytes) -> Refused:
     return Refused(status if 400 <= status < 600 else 502, f"vLLM: {' '.join(message.split())[:1000]}")
 
 
+def code_of(error: Any) -> int:
+    """The status that it tells with an error, else 500."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
+
+
 def read(make: Callable[[Given], Made], given: Given) -> Made:
     """What `make` finds in something of an answer. Raises Refused where that is not as it should be."""
     try:
@@ -242,15 +249,14 @@ class UpstreamReply(Reply):
             text = await self._events.next()
         except http1.PeerGone:
             raise Stopped("vLLM ended in the middle of an answer") from None
-        if text is None or text == "[DONE]":
+        if text is None or text == DONE:
             return None
         return read(self._chunk, text)
 
     def _chunk(self, text: str) -> Json:
         chunk: Json = json.loads(text)
         if "error" in chunk:
-            code = chunk["error"].get("code") if isinstance(chunk["error"], dict) else None
-            raise refused(code if isinstance(code, int) else 500, text.encode())
+            raise refused(code_of(chunk["error"]), text.encode())
         if usage := chunk.get("usage"):
             self._usage = usage
             self.prompt_tokens = int(usage["prompt_tokens"])

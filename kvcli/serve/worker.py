@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from kvcli.runtime.promptcache.lookup import PromptCaches
 
 LOG = logging.getLogger("kvcli")
-LEAST_S = 30.0  # that a step and the writing of caches may take at the end
+STEP_S = 3.0  # that a step, or what is compiled for it, may go on for at the end
+WRITE_S = 30.0  # that the writing of caches may take then
 
 
 class Busy(KVError):
@@ -86,6 +87,7 @@ class Worker:
         self._running: list[Work] = []
         self._change = threading.Condition()
         self._stopping = False
+        self._computing = False
         self._thread = threading.Thread(target=self._run, name="kv-worker", daemon=True)
 
     def start(self) -> None:
@@ -127,7 +129,8 @@ class Worker:
             return self._stopping
 
     def stop(self, seconds: float) -> None:
-        """Take nothing more; what runs has so long to end by itself. Waits until the caches are written."""
+        """Take nothing more; what runs has so long to end by itself. Waits until the caches are written, but not for a
+        step that takes longer than STEP_S."""
         with self._change:
             self._stopping = True
             self._change.notify()
@@ -135,9 +138,12 @@ class Worker:
         with self._change:
             for work in (*self._waiting, *self._running):
                 work.cancelled = True
-        self._thread.join(LEAST_S)
+        self._thread.join(STEP_S)
+        if self._thread.is_alive() and not self._computing:
+            self._thread.join(WRITE_S)
         if self._thread.is_alive():
-            LOG.warning("an answer does not end: the process ends without it")
+            what = "a step takes long" if self._computing else "writing prompt caches takes long"
+            LOG.warning("%s: the process ends in the middle of it", what)
 
     @property
     def idle(self) -> bool:
@@ -186,11 +192,13 @@ class Worker:
         with closing(self.caches):
             try:
                 while self._next():
+                    self._computing = True
                     try:
                         self._step()
                     except Exception as error:  # a fault of ours: whoever waits is told, and others go on
                         LOG.exception("an answer failed")
                         self._drop(_fault(error))
+                    self._computing = False
             finally:
                 with self._change:
                     self._stopping = True

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -201,6 +202,40 @@ def test_a_stop_lets_answers_end(tmp_path: Path) -> None:
         _until(lambda: bool(server.get("/slots").json()["slots"]))
     thread.join()
     assert text and text[0]
+
+
+def _event(text: str) -> Any:
+    """What the last line that says something says."""
+    return json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+
+
+def test_a_stop_tells_those_whose_answers_it_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serverfile, "GRACE_S", 0.2)
+    engine, told = open_engine(ctx_size=4096, parallel=6), "the server is stopping"
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda running: (time.sleep(0.01), step(running))[1])
+    messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4000, "model": "tiny", "stream": True}
+    text = {"prompt": "x", "max_tokens": 4000}
+    calls = [
+        ("/v1/chat/completions", messages),
+        ("/v1/completions", text | {"stream": True}),
+        ("/v1/completions", text),
+        ("/v1/messages", messages),
+        ("/api/generate", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x", "stream": True}),
+    ]
+    endless = SampleOptions(ignore_eos=True)
+    with running(engine, parallel=6, sampling=endless) as server, ThreadPoolExecutor(len(calls)) as pool:
+        found = [pool.submit(server.post, path, body) for path, body in calls]
+        _until(lambda: len(server.get("/slots").json()["slots"]) == len(calls))
+        server.stopping.set()
+        chat, streamed, whole, claude, line, response = (each.result() for each in found)
+    for each in (chat, streamed):
+        assert each.status_code == 200 and "[DONE]" not in each.text and _event(each.text)["error"]["message"] == told
+    assert whole.status_code == 503 and whole.json()["error"]["message"] == told
+    for each in (claude, response):
+        assert each.text.strip().splitlines()[-2] == "event: error" and told in str(_event(each.text))
+    assert _event(line.text) == {"error": told}
 
 
 def test_sockets(tmp_path: Path) -> None:

@@ -8,15 +8,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.options import SampleOptions
 from kvcli.peers import http1, mapping, vllm
 from kvcli.serve import relay
+from kvcli.serve.app import Guard, application
 from kvcli.serve.asked import Raw
 from kvcli.serve.failures import Refused
 from kvcli.serve.replies import Question
+from kvcli.serve.serving import Serving
 from kvcli.serve.upstream import Upstream
 from kvcli.serve.worker import Stopped
 
@@ -84,14 +87,38 @@ def test_streams_that_are_none(tmp_path: Path, values: list[Any], kind: type[KVE
     assert len(with_program(tmp_path, lambda target: good, stream_of)) == 3
 
 
-@pytest.mark.parametrize(("body", "longer", "kind"), [(b'{"a": 1}', 9, Stopped), (b'{"a"', 0, Refused)])
-def test_a_whole_answer_that_is_broken_is_none(tmp_path: Path, body: bytes, longer: int, kind: type[KVError]) -> None:
-    async def ask(socket: str) -> bytes:
-        return await relay.whole(await http1.call(socket, "POST", "/v1/completions", b"{}"))
+CHOICES = '{"choices": []}'
 
-    with pytest.raises(kind):
-        with_program(tmp_path, lambda target: http(body, longer=longer), ask)
-    assert with_program(tmp_path, lambda target: http(b'{"a": 1}'), ask) == b'{"a": 1}'
+
+@pytest.mark.parametrize(
+    ("said", "status", "told"),
+    [
+        (http(CHOICES.encode()), 200, CHOICES),
+        (http(CHOICES.encode(), longer=9), 503, "does not answer any more"),
+        (http(b'{"a"'), 502, "not one of OpenAI"),
+        (http(b"[]"), 502, "not one of OpenAI"),
+        (http(b'{"a": 1}'), 502, "not one of OpenAI"),
+        (http(b'{"choices": null, "error": null}'), 502, "not one of OpenAI"),
+        (http(b'{"error": {"message": "no room", "code": 507}}'), 507, "vLLM: no room"),
+        (http(b'{"error": "x"}', status=418), 418, "x"),
+        (events(CHOICES, "[DONE]"), 200, "data: [DONE]"),
+        (events(), 503, "does not answer any more"),
+        (events('{"a": 1}'), 502, "not one of OpenAI"),
+        (events({"error": {"message": "no room", "code": 507}}), 507, "vLLM: no room"),
+        (events(CHOICES, "{"), 200, '"server_error"'),
+        (events(CHOICES), 200, "does not answer any more"),
+    ],
+)
+def test_a_broken_answer_has_no_good_status(tmp_path: Path, said: bytes, status: int, told: str) -> None:
+    """Once a stream has begun, its last event says so."""
+
+    async def ask(socket: str) -> httpx.Response:
+        app = application(Serving(Upstream(socket, "tiny", 64, 1), SampleOptions()), Guard(), relay.INTERFACES)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kv") as client:
+            return await client.post("/v1/completions", json={"prompt": "a"})
+
+    found = with_program(tmp_path, lambda target: said, ask)
+    assert found.status_code == status and told in found.text, found.text
 
 
 def test_a_program_that_hangs_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

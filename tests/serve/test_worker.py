@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Queue
@@ -20,6 +21,8 @@ from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.serve import host as hostfile
 from kvcli.serve import wire
+from kvcli.serve import worker as workerfile
+from kvcli.serve.app import Guard, application
 from kvcli.serve.host import EngineReply, Host, Known, Served
 from kvcli.serve.worker import Busy, Stopped, Work, Worker
 
@@ -102,8 +105,8 @@ def test_a_stream_that_nobody_begins_to_read_ends_its_answer() -> None:
     async def check() -> None:
         options = begun.worker.settled(SampleOptions(temperature=0.0, ignore_eos=True))
         reply = EngineReply(begun, Prompt(begun.text.tokenizer.encode("Hello")), options)
-        sent = wire.pieces(reply, "", lambda number, event: "", str, "", str)
-        await wire.Stream(sent, reply)({"type": "http"}, disconnected, send)
+        sent = wire.pieces(reply, "", lambda number, event: "", str, "")
+        await wire.Stream(sent, reply, str)({"type": "http", "app": application(Mock(), Guard())}, disconnected, send)
         with suppress(Stopped):  # it may not even have begun
             assert (await reply.whole())[0].end.finish_reason == "interrupted"
 
@@ -132,6 +135,44 @@ def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
         host.stop(0.0)
 
     asyncio.run(check())
+
+
+def test_a_load_does_not_hold_up_the_end() -> None:
+    first, gate, begun = served(open_engine()), threading.Event(), threading.Event()
+
+    def load(name: str) -> Served:
+        begun.set()
+        gate.wait(60)
+        return first
+
+    async def check() -> None:
+        host = Host(first, load, lambda: [Known("second")], 2)
+        call = asyncio.ensure_future(host.served("second"))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        call.cancel()
+        host.stop(0.0)
+
+    began = time.monotonic()
+    asyncio.run(check())
+    assert time.monotonic() - began < 30
+    gate.set()
+
+
+def test_a_step_that_takes_long_does_not_hold_up_the_end(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gate, begun, step = threading.Event(), threading.Event(), worker._scheduler.step
+    monkeypatch.setattr(workerfile, "STEP_S", 0.05)
+    monkeypatch.setattr(worker._scheduler, "step", lambda: (begun.set(), gate.wait(60), step())[2])
+    asked = Asked(worker)
+    assert begun.wait(60)
+    worker.stop(0.0)
+    assert "a step takes long" in caplog.text and asked.ends.empty()
+    gate.set()
+    assert set(asked.told()) == {0, 1}
+    worker.stop(0.0)
+    assert caplog.text.count("takes long") == 1
 
 
 def test_texts_at_work_do_not_hold_up_the_end() -> None:

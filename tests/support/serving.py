@@ -86,9 +86,10 @@ def alone(engine: Engine, text: str | list[Mapping[str, Any]], options: SampleOp
 @contextmanager
 def running(
     engine: Engine | None = None, guard: Guard | None = None, most: int = 1, others: Mapping[str, Any] | None = None,
-    **how: Any,
+    sampling: SampleOptions = SampleOptions(), **how: Any,
 ) -> Iterator[Server]:  # fmt: skip
-    """A server over an engine. `others`: models that it can load, by name: what makes their engines."""
+    """A server over an engine. `others`: models that it can load, by name: what makes their engines. `sampling`:
+    of calls that say nothing."""
     engine = engine or open_engine()
     first, known = served(engine, **how), dict(others or {})
     host = Host(
@@ -99,7 +100,7 @@ def running(
     )
     listening = server.bound("127.0.0.1", 0)
     found = Server(server.address(listening), engine, host)
-    app = application(Serving(host, SampleOptions()), guard or Guard())
+    app = application(Serving(host, sampling), guard or Guard())
     thread = threading.Thread(target=server.run, args=(app, listening, found.stopping.is_set))
     thread.start()
     try:
