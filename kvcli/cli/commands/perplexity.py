@@ -15,7 +15,7 @@ import typer
 from kvcli.cli import inputs, render
 from kvcli.cli.flags import typelists
 from kvcli.cli.flags.cache import Types
-from kvcli.cli.flags.checks import checked, in_range
+from kvcli.cli.flags.checks import checked, number
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
 from kvcli.cli.flags.typelists import TypeFlags, type_name
@@ -80,22 +80,15 @@ class TextFlags:
         str, _option("-c", "--ctx-size", metavar="N", help="Tokens per chunk.", callback=checked(_chunk))
     ] = "512"
     chunks: Annotated[
-        int,
-        _option(
-            "--chunks",
-            metavar="N",
-            help="Maximum number of chunks per text; 0 = all complete ones.",
-            callback=in_range("--chunks", 0),
-        ),
+        int, number(MEASURE, "--chunks", least=0, help="Maximum number of chunks per text; 0 = all complete ones.")
     ] = 0
     score_from: Annotated[
         int | None,
-        _option(
-            "--score-from",
-            metavar="N",
+        number(
+            *(MEASURE, "--score-from"),
+            least=0,
             help="First position of a chunk that is scored.",
             show_default="the second half",
-            callback=in_range("--score-from", 0),
         ),
     ] = None
 

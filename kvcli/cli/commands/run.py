@@ -17,7 +17,7 @@ from kvcli.cli.answer import Job, answer, settle
 from kvcli.cli.batch import PARALLEL, Batch
 from kvcli.cli.batchlines import Form
 from kvcli.cli.flags.attending import AttendFlags
-from kvcli.cli.flags.checks import in_range, not_empty
+from kvcli.cli.flags.checks import file_name, number
 from kvcli.cli.flags.engine import EngineFlags
 from kvcli.cli.flags.eviction import EvictFlags, OverflowFlags
 from kvcli.cli.flags.grammar import GrammarFlags
@@ -73,11 +73,10 @@ class OutputFlags:
     no_newline: Annotated[bool, _output("--no-newline", help="Do not add a newline at the end.")] = False
     n_samples: Annotated[
         int,
-        _generation(
-            "--n-samples",
-            metavar="N",
+        number(
+            *(GENERATION, "--n-samples"),
+            least=1,
             help="Number of answers to the prompt, which is read once; they are decoded together.",
-            callback=in_range("--n-samples", 1),
         ),
     ] = 1
     verify_estimate: Annotated[
@@ -91,11 +90,11 @@ class OutputFlags:
     ] = False
     logprobs: Annotated[
         int | None,
-        _output(
-            "--logprobs",
-            metavar="N",
+        number(
+            *(OUTPUT, "--logprobs"),
+            least=0,
+            most=100,
             help="With --json or --jsonl: the log probability of each token, and of the N likeliest ones.",
-            callback=in_range("--logprobs", 0, 100),
         ),
     ] = None
     raw_output: Annotated[bool, _output("--raw-output", help="Do not escape control characters on a terminal.")] = False
@@ -145,25 +144,23 @@ class BatchFlags:
 
     batch: Annotated[
         str | None,
-        _option(
-            "--batch",
-            metavar="FILE",
+        file_name(
+            *(PROMPT, "--batch"),
             help=(
                 'Answer each line of this file, {"prompt": TEXT} or {"messages": [...]}, perhaps with id, max_tokens,'
                 " temperature and so on; - = stdin. One JSON object a line comes out, in the same order; -o FILE keeps"
                 " them and, if it exists, is gone on with."
             ),
-            callback=not_empty("--batch", "give the name of a file"),
         ),
     ] = None
     parallel: Annotated[
         int | None,
-        _generation(
-            "--parallel",
-            metavar="N",
+        number(
+            *(GENERATION, "--parallel"),
+            least=1,
+            most=256,
             help="Number of lines of --batch that are answered at a time. They share the memory; -c is of each.",
             show_default=str(PARALLEL),
-            callback=in_range("--parallel", 1, 256),
         ),
     ] = None
 
@@ -358,11 +355,11 @@ def run(
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code
-    for number, result in enumerate(results, 1):
+    for sample, result in enumerate(results, 1):
         if result.calls and result.calls.cut:
             say(f"the call of {result.calls.cut} was cut, and is left out")
         if result.ended_early:
-            say(result.ended_early if len(results) == 1 else f"sample {number}: {result.ended_early}")
+            say(result.ended_early if len(results) == 1 else f"sample {sample}: {result.ended_early}")
         if result.end.finish_reason == "context":
             code = code or EXIT_CONTEXT_FULL
     if result.verification is not None:

@@ -16,7 +16,7 @@ import typer
 
 from kvcli.cli import engines, render
 from kvcli.cli.flags.attending import AttendFlags
-from kvcli.cli.flags.checks import checked, in_range, not_empty
+from kvcli.cli.flags.checks import checked, not_empty, number
 from kvcli.cli.flags.engine import EngineFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.promptcache import StoreFlags
@@ -74,9 +74,7 @@ class ServerFlags:
             callback=not_empty("--host", "give an address, or unix:PATH"),
         ),
     ] = "127.0.0.1"
-    port: Annotated[
-        int, _option("--port", metavar="N", help="Port; 0 = any free one.", callback=in_range("--port", 0, 65535))
-    ] = 8080
+    port: Annotated[int, number(SERVER, "--port", least=0, most=65535, help="Port; 0 = any free one.")] = 8080
     api_key: Annotated[
         str | None,
         _option(
@@ -106,29 +104,32 @@ class ServerFlags:
     ] = field(default_factory=list)
     parallel: Annotated[
         int,
-        _option(
+        number(
+            SERVER,
             "--parallel",
-            metavar="N",
+            least=1,
+            most=256,
             help="Maximum number of answers written at a time. They share the memory; -c is of each.",
-            callback=in_range("--parallel", 1, 256),
         ),
     ] = 8
     queue: Annotated[
         int,
-        _option(
+        number(
+            SERVER,
             "--queue",
-            metavar="N",
+            least=0,
+            most=4096,
             help="Number of calls that may wait beside them; further ones get status 429.",
-            callback=in_range("--queue", 0, 4096),
         ),
     ] = 64
     models_max: Annotated[
         int,
-        _option(
+        number(
+            SERVER,
             "--models-max",
-            metavar="N",
+            least=1,
+            most=64,
             help="Maximum number of models that are loaded at a time; the one unused for the longest makes room.",
-            callback=in_range("--models-max", 1, 64),
         ),
     ] = 1
     max_body: Annotated[

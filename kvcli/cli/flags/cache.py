@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcli.api.checks import MAX_SINKS, Types, check_cache_type, type_pair
-from kvcli.cli.flags.checks import checked, in_range
+from kvcli.cli.flags.checks import checked, in_range, number
 from kvcli.cli.helptext import KV_CACHE
 from kvcli.errors import UsageError
 from kvcli.runtime.cache.layout import PAGE_SIZES
@@ -47,11 +47,13 @@ Tail = Annotated[
 ]
 Sinks = Annotated[
     int,
-    _option(
+    number(
+        KV_CACHE,
         "--kv-sink",
-        metavar="N",
+        least=0,
+        most=MAX_SINKS,
+        hint="it is a number of pages",
         help="With types below 16 bits: pages at the start of a sequence that stay in 16 bits.",
-        callback=in_range("--kv-sink", 0, MAX_SINKS, "it is a number of pages"),
     ),
 ]
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import typer
+
 from kvcli.cli import foreign
 from kvcli.errors import UsageError
 from kvcli.words import meant
@@ -60,6 +62,29 @@ def not_empty(flag: str, hint: str) -> Callable[[Any], Any]:
             raise UsageError(f"{flag} is empty", hint)
 
     return checked(check)
+
+
+def number(
+    panel: str,
+    *names: str,
+    help: str,
+    least: float,
+    most: float | None = None,
+    hint: str = "",
+    show_default: bool | str = True,
+) -> Any:
+    """An option whose value is a number that is at least and at most so much; `panel`: where the help page has it."""
+    flag = next(name for name in names if name.startswith("--"))
+    callback = in_range(flag, least, most, hint)
+    return typer.Option(
+        *names, metavar="N", help=help, rich_help_panel=panel, callback=callback, show_default=show_default
+    )
+
+
+def file_name(panel: str, flag: str, *, help: str) -> Any:
+    """An option whose value is the name of a file."""
+    callback = not_empty(flag, "give the name of a file")
+    return typer.Option(flag, metavar="FILE", help=help, rich_help_panel=panel, callback=callback)
 
 
 def _check_bandwidth(value: float) -> None:

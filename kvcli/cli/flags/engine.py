@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcli.cli import foreign, render
-from kvcli.cli.flags.checks import checked, in_range, one_of
+from kvcli.cli.flags.checks import checked, number, one_of
 from kvcli.cli.helptext import MODEL
 from kvcli.errors import UsageError
 from kvcli.peers import mapping
@@ -47,30 +47,26 @@ class EngineFlags:
         ),
     ] = KV
     tp: Annotated[
-        int,
-        _option(
-            "--tp",
-            metavar="N",
-            help="With --engine vllm: number of GPUs that share each layer.",
-            callback=in_range("--tp", 1, 1024),
-        ),
+        int, number(MODEL, "--tp", least=1, most=1024, help="With --engine vllm: number of GPUs that share each layer.")
     ] = 1
     pp: Annotated[
         int,
-        _option(
+        number(
+            MODEL,
             "--pp",
-            metavar="N",
+            least=1,
+            most=1024,
             help="With --engine vllm: number of stages that the layers are divided into.",
-            callback=in_range("--pp", 1, 1024),
         ),
     ] = 1
     nodes: Annotated[
         int,
-        _option(
+        number(
+            MODEL,
             "--nodes",
-            metavar="N",
+            least=1,
+            most=1024,
             help="With --engine vllm: number of machines, of a Ray cluster that is there.",
-            callback=in_range("--nodes", 1, 1024),
         ),
     ] = 1
     cpu_offload: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from kvcli.cli.flags.checks import checked, in_range, one_of
+from kvcli.cli.flags.checks import checked, number, one_of
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import FULL
 from kvcli.cli.overflow import ERROR, POLICIES
@@ -56,12 +56,13 @@ class EvictFlags:
     ] = None
     keep: Annotated[
         int | None,
-        _option(
+        number(
+            FULL,
             "--keep",
-            metavar="N",
+            least=eviction.WHOLE_PROMPT,
+            hint="-1 = the whole prompt",
             help="Number of first tokens to keep; -1 = the whole prompt.",
             show_default="4",
-            callback=in_range("--keep", eviction.WHOLE_PROMPT, hint="-1 = the whole prompt"),
         ),
     ] = None
 

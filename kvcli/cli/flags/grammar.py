@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvcli.cli.flags.checks import not_empty
+from kvcli.cli.flags.checks import file_name
 from kvcli.cli.helptext import GENERATION
 from kvcli.cli.inputs import read_file
 from kvcli.errors import UsageError
@@ -22,20 +22,16 @@ class GrammarFlags:
 
     json_schema: Annotated[
         str | None,
-        _option(
+        file_name(
+            GENERATION,
             "--json-schema",
-            metavar="FILE",
             help="File with a JSON schema, or the schema itself: the answer is JSON of that form.",
-            callback=not_empty("--json-schema", "give the name of a file"),
         ),
     ] = None
     grammar: Annotated[
         str | None,
-        _option(
-            "--grammar",
-            metavar="FILE",
-            help="File with a grammar in Lark's notation; the answer is a `start` of it.",
-            callback=not_empty("--grammar", "give the name of a file"),
+        file_name(
+            GENERATION, "--grammar", help="File with a grammar in Lark's notation; the answer is a `start` of it."
         ),
     ] = None
 

@@ -13,7 +13,7 @@ import typer
 
 from kvcli import paths
 from kvcli.cli import render
-from kvcli.cli.flags.checks import checked, in_range, not_empty
+from kvcli.cli.flags.checks import checked, file_name, number
 from kvcli.cli.helptext import PROMPT_CACHE
 from kvcli.cli.invocation import Invocation
 from kvcli.errors import OutputError, UsageError
@@ -82,11 +82,8 @@ class StoreFlags:
     cache_dir: CacheDir = None
     cache_min_tokens: Annotated[
         int,
-        _option(
-            "--cache-min-tokens",
-            metavar="N",
-            help="Minimum length of a prompt that is stored, in tokens.",
-            callback=in_range("--cache-min-tokens", 1),
+        number(
+            PROMPT_CACHE, "--cache-min-tokens", least=1, help="Minimum length of a prompt that is stored, in tokens."
         ),
     ] = PromptCacheOptions.min_tokens
     cache_size: Annotated[str, size_option("--cache-size", "Maximum size of all stored prompts.")] = CACHE_SIZE
@@ -115,14 +112,10 @@ class FileFlags:
 
     prompt_cache: Annotated[
         str | None,
-        _option(
-            "--prompt-cache",
-            metavar="FILE",
-            help=(
-                "Reuse the cache in this file; create or extend it after the prompt (--batch: the first one; "
-                "kv chat: at its end)."
-            ),
-            callback=not_empty("--prompt-cache", "give the name of a file"),
+        file_name(
+            *(PROMPT_CACHE, "--prompt-cache"),
+            help="Reuse the cache in this file; create or extend it after the prompt (--batch: the first one; "
+            "kv chat: at its end).",
         ),
     ] = None
     prompt_cache_all: Annotated[

@@ -15,7 +15,7 @@ import typer
 
 from kvcli.api.checks import BACKENDS, MAX_THREADS, check_pages, lora_option, parse_tokens
 from kvcli.cli.flags.cache import PageSize, Sinks, Tail, check_size_of_step, one_pair, types_checked
-from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
+from kvcli.cli.flags.checks import checked, not_empty, number, one_of
 from kvcli.cli.helptext import KV_CACHE, MODEL, PROMPT
 from kvcli.cli.inputs import argument, read_file
 from kvcli.codecs import CODECS
@@ -119,15 +119,13 @@ class ModelFlags:
     model: ModelName = DEFAULT_MODEL
     threads: Annotated[
         int,
-        _model(
-            "-t",
-            "--threads",
-            metavar="N",
-            help=(
-                "Maximum number of CPU threads; 0 = one per physical core. Fewer are used while other"
-                " programs need the cores."
-            ),
-            callback=in_range("--threads", 0, MAX_THREADS, "0 = the physical cores"),
+        number(
+            *(MODEL, "-t", "--threads"),
+            least=0,
+            most=MAX_THREADS,
+            hint="0 = the physical cores",
+            help="Maximum number of CPU threads; 0 = one per physical core. Fewer are used while other programs need"
+            " the cores.",
         ),
     ] = 0
     backend: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcli.cli.flags.checks import checked, in_range, not_empty, one_of
+from kvcli.cli.flags.checks import checked, file_name, number, one_of
 from kvcli.cli.helptext import PROMPT
 from kvcli.cli.inputs import read_file
 from kvcli.errors import UsageError
@@ -37,12 +37,7 @@ class TemplateFlags:
 
     chat_template: Annotated[
         str | None,
-        _option(
-            "--chat-template",
-            metavar="FILE",
-            help="File with a chat template (Jinja) in place of the model's.",
-            callback=not_empty("--chat-template", "give the name of a file"),
-        ),
+        file_name(PROMPT, "--chat-template", help="File with a chat template (Jinja) in place of the model's."),
     ] = None
     template_var: Annotated[
         list[str],
@@ -90,10 +85,10 @@ class ThinkingFlags:
 
     reasoning_budget: Annotated[
         int,
-        _option(
+        number(
+            PROMPT,
             "--reasoning-budget",
-            metavar="N",
+            least=-1,
             help="Maximum number of tokens of thinking, which is then ended; -1 = no limit.",
-            callback=in_range("--reasoning-budget", -1),
         ),
     ] = ChatOptions.budget

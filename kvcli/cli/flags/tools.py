@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcli.cli.flags.checks import not_empty
+from kvcli.cli.flags.checks import file_name, not_empty
 from kvcli.cli.flags.prompt import PromptFlags
 from kvcli.cli.helptext import GENERATION
 from kvcli.cli.inputs import read_file, read_stdin
@@ -31,14 +31,10 @@ class ToolFlags:
 
     tools: Annotated[
         str | None,
-        _option(
-            "--tools",
-            metavar="FILE",
-            help=(
-                "JSON file with a list of tools, as OpenAI has them, that the answer may call; - = stdin, or the list"
-                ' itself. Each call is one line of JSON on stdout: {"name": ..., "arguments": {...}}.'
-            ),
-            callback=not_empty("--tools", "give the name of a file"),
+        file_name(
+            *(GENERATION, "--tools"),
+            help="JSON file with a list of tools, as OpenAI has them, that the answer may call; - = stdin, or the list"
+            ' itself. Each call is one line of JSON on stdout: {"name": ..., "arguments": {...}}.',
         ),
     ] = None
     tool_choice: Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvcli.cli.flags.cache import check_size_of_step
-from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, not_empty
+from kvcli.cli.flags.checks import check_bandwidth, checked, file_name, number
 from kvcli.cli.flags.promptcache import writable
 from kvcli.cli.flags.shared import DraftFlags, parse_tokens
 from kvcli.cli.flags.typelists import PARALLEL, counts
@@ -68,11 +68,10 @@ class BenchFlags:
     ] = None
     repetitions: Annotated[
         int | None,
-        _option(
-            *("-r", "--repetitions"),
-            metavar="N",
+        number(
+            *(MEASURE, "-r", "--repetitions"),
+            least=1,
             help="Repetitions of each test; the median counts.",
-            callback=in_range("--repetitions", 1),
             show_default="5",
         ),
     ] = None
@@ -114,21 +113,17 @@ class BenchFlags:
     ] = None
     suffix: Annotated[
         int | None,
-        _option(
-            "--suffix",
-            metavar="N",
+        number(
+            *(MEASURE, "--suffix"),
+            least=1,
             help=f"With {PREFIX_REUSE}: tokens behind the prefix, which are new in every prompt.",
-            callback=in_range("--suffix", 1),
             show_default="64",
         ),
     ] = None
     prompt_cache: Annotated[
         str | None,
-        _option(
-            PROMPT_CACHE,
-            metavar="FILE",
-            help="Read the rows of -d from this file; create or extend it where it has fewer.",
-            callback=not_empty(PROMPT_CACHE, "give the name of a file"),
+        file_name(
+            *(MEASURE, PROMPT_CACHE), help="Read the rows of -d from this file; create or extend it where it has fewer."
         ),
     ] = None
     bandwidth: Annotated[

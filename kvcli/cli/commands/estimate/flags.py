@@ -18,7 +18,7 @@ from kvcli.cli.flags.cache import (
     type_pairs,
     types_checked,
 )
-from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, one_of
+from kvcli.cli.flags.checks import check_bandwidth, checked, in_range, number, one_of
 from kvcli.cli.flags.shared import check_device, parse_tokens
 from kvcli.cli.helptext import DEVICE, OUTPUT, PLAN, SHAPE
 from kvcli.cli.invocation import JsonFlag
@@ -249,16 +249,7 @@ class ShapeFlags:
     layers: Annotated[int | None, _shape("--layers", help="Number of layers.")] = None
     heads: Annotated[int | None, _shape("--heads", help="Number of query heads.")] = None
     kv_heads: Annotated[int | None, _shape("--kv-heads", help="Number of KV heads.")] = None
-    head_dim: Annotated[
-        int | None,
-        typer.Option(
-            "--head-dim",
-            help="Head dimension of K and V.",
-            metavar="N",
-            rich_help_panel=SHAPE,
-            callback=in_range("--head-dim", 1),
-        ),
-    ] = None
+    head_dim: Annotated[int | None, number(SHAPE, "--head-dim", least=1, help="Head dimension of K and V.")] = None
     dim_k: Annotated[int | None, _shape("--dim-k", help="Head dimension of K.")] = None
     dim_v: Annotated[int | None, _shape("--dim-v", help="Head dimension of V.")] = None
     kv_lora_rank: Annotated[int | None, _shape("--kv-lora-rank", help="MLA: dimension of the latent.")] = None

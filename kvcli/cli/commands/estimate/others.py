@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcli.cli import render
-from kvcli.cli.flags.checks import in_range
+from kvcli.cli.flags.checks import number
 from kvcli.cli.flags.engine import given
 from kvcli.cli.helptext import DEVICE
 from kvcli.errors import ModelError, UsageError
@@ -36,16 +36,10 @@ class ClusterFlags:
     """Several GPUs and machines, for other programs."""
 
     nodes: Annotated[
-        int,
-        _device(
-            "--nodes", metavar="N", help="With --print-args PROGRAM: machines.", callback=in_range("--nodes", 1, 1024)
-        ),
+        int, number(DEVICE, "--nodes", least=1, most=1024, help="With --print-args PROGRAM: machines.")
     ] = 1
     gpus: Annotated[
-        int,
-        _device(
-            "--gpus", metavar="N", help="With --print-args PROGRAM: GPUs of each.", callback=in_range("--gpus", 1, 1024)
-        ),
+        int, number(DEVICE, "--gpus", least=1, most=1024, help="With --print-args PROGRAM: GPUs of each.")
     ] = 1
 
     def check(self, program: str | None) -> None:

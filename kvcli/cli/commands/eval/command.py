@@ -13,7 +13,7 @@ from kvcli.cli import engines, inputs, render
 from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.commands.eval.results import Cell, print_cells, print_object
 from kvcli.cli.commands.eval.throughput import SEQUENCES, THROUGHPUT, Measuring
-from kvcli.cli.flags.checks import checked, in_range
+from kvcli.cli.flags.checks import checked, number
 from kvcli.cli.flags.comparedsettings import Compared, WithFlags
 from kvcli.cli.flags.eviction import EvictFlags
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
@@ -100,12 +100,12 @@ class TaskFlags:
     ] = "1k"
     trials: Annotated[
         int,
-        _option(
+        number(
+            MEASURE,
             "--trials",
-            metavar="N",
+            least=1,
             help="Number of questions of each task and length, and for recall of each depth; for throughput how often"
             " each rate is measured.",
-            callback=in_range("--trials", 1),
         ),
     ] = 4
     depths: Annotated[
