@@ -355,11 +355,11 @@ def run(
             results = _answers(engine, ids, job, output.n_samples)
         _tell(results, output, invocation)
         code = interrupts.code
-    for sample, result in enumerate(results, 1):
+    for nth, result in enumerate(results, 1):
         if result.calls and result.calls.cut:
             say(f"the call of {result.calls.cut} was cut, and is left out")
         if result.ended_early:
-            say(result.ended_early if len(results) == 1 else f"sample {sample}: {result.ended_early}")
+            say(result.ended_early if len(results) == 1 else f"sample {nth}: {result.ended_early}")
         if result.end.finish_reason == "context":
             code = code or EXIT_CONTEXT_FULL
     if result.verification is not None:
