@@ -57,7 +57,7 @@ runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.ke
 runtime.model.loading runtime.model.mixers
 runtime.model.predictors runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selector runtime.cache.sequence
-runtime.cache.shown runtime.cache.states
+runtime.cache.journal runtime.cache.shown runtime.cache.states
 runtime.engine.chunkcaches runtime.engine.chunks
 runtime.engine.tokenstream runtime.engine.engine runtime.engine.loaded runtime.engine.request
 runtime.engine.graph.batchgraph runtime.engine.graph.batching runtime.engine.graph.batchpages

@@ -222,7 +222,7 @@ def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool, cach
         return head
     with of_draft_model():
         found = planned_model(name, Given(), kind, offline)
-    drafting.check_layers(model.config, found.config)
+    drafting.check_layers(found.config, kind)
     if _VOCABULARY in model.metadata and _VOCABULARY in found.metadata:
         drafting.check_vocabulary(*(Tokenizer.from_gguf(each.metadata, True) for each in (model, found)))
     return found

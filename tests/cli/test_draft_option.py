@@ -58,7 +58,6 @@ def test_lines_of_a_batch(kv_here: KvHere, models: tuple[str, ...], tmp_path: Pa
         (("--draft-model", "nowhere.gguf"), 3, "nowhere.gguf"),
         (("--draft-model", ""), 2, "--draft-model is empty"),
         (("--spec", "draft"), 2, "--spec draft needs a model that drafts"),
-        (("--draft-model", "LFM2"), 3, "the draft model has layers that keep a state"),
         (("--draft-model", "LLAMA", "--evict", "h2o", "--budget", "128"), 2, "nothing can be guessed with --evict h2o"),
         (("--draft-model", "LLAMA", "--attend", "pages:4"), 2, "nothing can be guessed with --attend pages:4"),
         (("--draft-model", "LLAMA", "--spec", "off"), 2, "--draft-model and --spec off cannot be used together"),
@@ -67,7 +66,7 @@ def test_lines_of_a_batch(kv_here: KvHere, models: tuple[str, ...], tmp_path: Pa
     ],
 )
 def test_what_cannot_be_is_one_line(kv_here: KvHere, args: tuple[str, ...], code: int, message: str) -> None:
-    args = tuple(str(tiny.make(each.lower()).path) if each in ("LLAMA", "LFM2") else each for each in args)
+    args = tuple(str(tiny.make(each.lower()).path) if each == "LLAMA" else each for each in args)
     found, out, err = kv_here("run", "--raw", "--no-stdin", "-m", str(tiny.make("llama").path), "x", *args)
     assert (found, out) == (code, "") and message in err, err
 

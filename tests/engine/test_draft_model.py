@@ -32,6 +32,8 @@ CASES = [
     *(("llama", "qwen3", "int8", policy, tail) for policy in (SINK, WINDOW) for tail in (0, 1)),
     ("gemma3", "gemma3", "int4", EvictOptions(), 1), ("gpt-oss", "llama-sliding", "int8", EvictOptions(), 1),
     ("llama-padded", "llama", "f16", SINK, 1), ("llama", "llama-padded", "f16", EvictOptions(), 1),
+    ("qwen35", "lfm2", "int8", EvictOptions(), 1), ("llama", "granitehybrid-dense", "int4", EvictOptions(), 1),
+    ("falcon-h1", "qwen3", "f16", SINK, 1),
 ]  # fmt: skip
 
 
@@ -50,8 +52,10 @@ def test_answers_are_those_without_a_draft_model(
 
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN])
-@pytest.mark.parametrize("variant", ["llama", "gemma3"])
-@pytest.mark.parametrize("codec", ["f16", "int4"])
+@pytest.mark.parametrize(
+    ("variant", "codec"),
+    [("llama", "f16"), ("llama", "int4"), ("gemma3", "f16"), ("gemma3", "int4"), ("qwen35", "int4")],
+)
 def test_a_model_guesses_all_of_its_own_tokens(variant: str, codec: str, options: SampleOptions) -> None:
     """Its windows are no multiples of a page: what guesses let go of would be missed."""
     engine, options = engine_of(variant, variant, codec), replace(options, max_tokens=90)

@@ -18,6 +18,7 @@ from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.spec import drafting
 from kvcli.runtime.engine.spec.draftmodel import DraftGuesses
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, Drafted, Pace
+from kvcli.runtime.host.memory import CPU, CUDA
 from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.text.modeltext import ModelText
 
@@ -37,8 +38,6 @@ def opened(variant: str) -> Opened:
 @pytest.mark.parametrize(
     ("variant", "draft", "options", "error"),
     [
-        ("lfm2", "llama", CacheOptions(64), "the model has layers that keep a state"),
-        ("llama", "lfm2", CacheOptions(64), "the draft model has layers that keep a state"),
         ("llama", "llama", CacheOptions(160, evict=EvictOptions("h2o", budget="128")), "with `evict=h2o`"),
         ("llama", "llama", CacheOptions(160, attend=AttendOptions(pages=2)), "with `attend=pages:2`"),
     ],
@@ -48,6 +47,14 @@ def test_models_and_options_that_nothing_can_be_guessed_with(
 ) -> None:
     with pytest.raises((ModelError, UsageError), match=error):
         LoadedModel(opened(variant), LoadOptions(variant, backend="reference"), options, draft=opened(draft))
+
+
+def test_states_of_a_draft_model_need_a_cpu() -> None:
+    for variant in ("lfm2", "falcon-h1"):
+        drafting.check_layers(opened(variant).config, CPU)
+        with pytest.raises(ModelError, match="the draft model has layers that keep a state, from which a GPU"):
+            drafting.check_layers(opened(variant).config, CUDA)
+    drafting.check_layers(opened("llama").config, CUDA)
 
 
 def test_a_model_with_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

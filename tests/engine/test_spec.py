@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from batches import Watched, alone, same, watched
+from batches import alone, same, watched
 from engines import DRAWN as PLAINLY_DRAWN
 from engines import GREEDY as PLAINLY_GREEDY
 from engines import PROMPT, open_tiny, run
+from erring import Erring, guessed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reusecases import NOWHERE, Told, store_in
@@ -27,7 +27,6 @@ from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.scheduler import Scheduler
 from kvcli.runtime.engine.spec import pace, texts
-from kvcli.runtime.engine.spec.guesses import Guesses, Session
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, Judgement, Pace
 from kvcli.runtime.engine.spec.texts import Pool, Text, Texts
 from kvcli.runtime.host.device import Device
@@ -47,33 +46,6 @@ def engine_of(
 ) -> Engine:
     options = CacheOptions(ctx, codec, codec, page_size=16, ubatch=24, tail=tail, evict=evict)
     return open_tiny(variant, backend, options)
-
-
-class Erring(Guesses):
-    """Guesses as many tokens as there is room for: those that come, by `knows`, but for one in `wrong`."""
-
-    def __init__(self, session: Session, knows: Sequence[int], wrong: int, seed: int) -> None:
-        super().__init__(session, "suffix")
-        self.knows, self.wrong, self.random, self.at = list(knows), wrong, random.Random(seed), 0
-
-    def more(self, ids: Sequence[int]) -> None:
-        if len(ids) == 1:  # not the prompt
-            self.at += 1
-
-    def next(self, length: int, most: int) -> list[int]:
-        super().next(length, 0)
-        right = self.knows[self.at : self.at + self.random.randint(0, max(0, min(most, 15)))]
-        return [(token + 1) % 300 if self.random.randrange(self.wrong) == 0 else token for token in right]
-
-
-def guessed(
-    engine: Engine, prompt: list[int], options: SampleOptions, wrong: int, seed: int
-) -> tuple[Watched, Watched]:
-    """The answer without guesses and with them."""
-    plain = alone(engine, prompt, replace(options, spec="off"))
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.session, "guesses", lambda method: Erring(engine.session, plain.ids, wrong, seed))
-        return plain, alone(engine, prompt, options)
 
 
 options_of_answers = st.builds(

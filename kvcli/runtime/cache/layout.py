@@ -224,7 +224,8 @@ class KVLayout:
         """Most pages per arena for `sequences` of `tokens` that have their first `shared` tokens in common.
 
         Whole shared pages are counted once. Sliding groups hold only a window each: there sharing is not counted. Each
-        sequence has a live state, and all of them together what checkpoints there is room for.
+        sequence has a live state, and all of them together what checkpoints there is room for; beside those at ends of
+        pages the one before guesses.
         """
         counts, opened = [], []
         for g, n in zip(self.groups, self.pages(tokens, chunk), strict=True):
@@ -238,7 +239,7 @@ class KVLayout:
     def _state_pages(self, tokens: int, sequences: int) -> tuple[int, ...]:
         if not self.states:
             return ()
-        return sequences, min(self.states[1].limit or 0, sequences * (tokens // self.page_size))
+        return sequences, min(self.states[1].limit or 0, sequences * -(-tokens // self.page_size))
 
     def bytes(self, tokens: int, chunk: int) -> int:
         """Bytes of the pages of one sequence of `tokens`, and of its constants."""

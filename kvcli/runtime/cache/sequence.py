@@ -15,6 +15,7 @@ from kvcli.kernels import Basis, Carried, PagedKV, Stretch, Watch
 from kvcli.runtime.cache import attending
 from kvcli.runtime.cache.attending import PageChoice
 from kvcli.runtime.cache.eviction import Retention
+from kvcli.runtime.cache.journal import Again
 from kvcli.runtime.cache.layout import GroupLayout, PageKey
 from kvcli.runtime.cache.pagelist import Bases, Layers, PageList, Selected
 from kvcli.runtime.cache.pool import PagePool
@@ -41,6 +42,11 @@ class Part:
             raise ValueError("no layer has a state")
         self.states.begun = True
         return self.states.carried(index, lo)
+
+    def keep(self, index: int, again: Again, rows: torch.Tensor) -> None:
+        """What that layer computes these rows from, in case some are taken back, and how it goes on."""
+        if self.states is not None and self.states.inputs is not None:
+            self.states.inputs[index] = again, rows
 
     def legs(self) -> Iterator[tuple[int, int, int, int]]:
         """The same for all layers at once: rows [lo, hi) of the part, and the addresses of the states before them, 0 =
@@ -125,7 +131,7 @@ class Sequence:
         self.foreign = 0  # of its first rows, those that this engine would not compute so: converted, or from elsewhere
         self.moved: int | None = None  # from that row on some were computed elsewhere; None = none were
         self.exact: int | None = None  # how many first rows saw all that was there; None = all rows did
-        self.certain: int | None = None  # rows behind it may be taken back: pages stay that would be seen then
+        self.certain: int | None = None  # rows behind it may be taken back: what would be needed then stays
         self._chose = False  # whether the step that is on its way does not
         self._lists = [PageList(pool, g, retention) for g in range(len(pool.layout.groups))]
         selection = pool.layout.selection
@@ -192,7 +198,7 @@ class Sequence:
         try:
             for held in self._lists:
                 held.take(start, end)
-            states = self.states.reserve(start, end) if self.states else None
+            states = self.states.reserve(start, end, self.certain) if self.states else None
         except DoesNotFit:
             self._trim(start)
             raise
@@ -322,18 +328,12 @@ class Sequence:
         return tuple(held.bases for held in self._lists)
 
     def adopt(
-        self,
-        tokens: list[int],
-        pages: Mapping[PageKey, int],
-        bases: Bases,
-        foreign: int = 0,
+        self, tokens: list[int], pages: Mapping[PageKey, int], bases: Bases, foreign: int = 0,
         exact: int | None = None, selected: Mapping[int, Selected] | None = None,
     ) -> None:  # fmt: skip
         """Have these rows instead of its own: those of `tokens`, in `pages`, which get one more holder each; `foreign`
-        of them are. `exact`, `selected`: of the sequence that they are from.
-
-        Only pages that a sequence of this length holds may be given; see `prefixpages.needed`.
-        """
+        of them are. `exact`, `selected`: of the sequence that they are from. Only pages that a sequence of this length
+        holds may be given; see `prefixpages.needed`."""
         for (arena, _), page in pages.items():
             self.pool.retain(arena, page)
         self.close()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from kvcli.runtime.config import RECURRENT, LayerConfig
 
 CHECKPOINT_BYTES = 512 << 20  # all checkpoints of an engine take about this
-LEAST_CHECKPOINTS, MOST_CHECKPOINTS = 2, 64
+LEAST_CHECKPOINTS, MOST_CHECKPOINTS = 3, 64  # one of them is for the state before guesses
 CHECKPOINT_ROWS = 2048  # a long prompt leaves one behind each of so many rows
+GUESSED_ROWS = 16  # most rows of a sequence that may be taken back one by one: see `Journal`
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvcli.kernels import Carried
+from kvcli.runtime.cache.journal import Inputs, Journal
 from kvcli.runtime.cache.layout import PageKey
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.statelayout import CHECKPOINT_ROWS
@@ -20,10 +21,12 @@ LIVE = -1  # beside numbers of checkpoints
 class StateStep:
     """How the rows of a step carry the state: `legs` (rows up to, page that has the state before them or None, page
     that gets the one behind them), pages as uint8 [layers, layer_bytes], and None = zeros. `begun`: kernels were asked
-    to compute it, so that a state that is changed in place is no longer the one before it."""
+    to compute it, so that a state that is changed in place is no longer the one before it. `inputs`: what each layer
+    computes the rows from; None = that need not be kept."""
 
     legs: list[tuple[int, torch.Tensor | None, torch.Tensor]]
     begun: bool = False
+    inputs: Inputs | None = None
     made: dict[int, int] = field(default_factory=dict)  # pages of checkpoints that it makes, by number
     target: int = LIVE
     fresh: int | None = None  # a page for the live state that takes the place of the one that others hold, too
@@ -56,6 +59,8 @@ class States:
     A step makes checkpoints at ends of pages: behind every CHECKPOINT_ROWS rows, where `wanted` says so, and at its
     last ones. Of these the newest two stay, and those of the ends of prompts and answers: where rows of a prompt follow
     tokens that came one by one, or the other way round. Where there is no room for a checkpoint, there is none.
+
+    Rows of guesses are taken back one by one: see `Journal`.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -72,6 +77,7 @@ class States:
         self._ends: set[int] = set()  # checkpoints at the ends of prompts and answers
         self._one_by_one: bool | None = None  # how the last rows came
         self._step: StateStep | None = None
+        self._journal = Journal(pool)
 
     @property
     def lost(self) -> bool:
@@ -81,7 +87,7 @@ class States:
 
     def rewindable(self, length: int, now: int) -> Iterator[int]:
         """Lengths up to `length` that can be gone back to, the longest first; `now` is the present one."""
-        if length == now and not self.lost:
+        if (length == now and not self.lost) or self._journal.has(length, now):
             yield length
         size = self.layout.page_size
         for number in sorted(self.kept, reverse=True):
@@ -95,16 +101,23 @@ class States:
         alone = self._live is not None and self.pool.refcount(self.live_arena, self._live) == 1
         return self._step is None and self._now == LIVE and alone and not self._cuts(length, length + 1)
 
-    def reserve(self, start: int, end: int) -> StateStep:
-        """Pages for a step of rows [start, end). Raises DoesNotFit, and ValueError where the state is `lost`."""
+    def can_guess(self) -> bool:
+        """Whether there is room for the state before guesses, which is taken for them."""
+        if self._journal.room is None:
+            self._journal.room = self._spare()
+        return self._journal.room is not None
+
+    def reserve(self, start: int, end: int, certain: int | None = None) -> StateStep:
+        """Pages for a step of rows [start, end). `certain`: those behind so many may be taken back, for which
+        `can_guess` made room. Raises DoesNotFit, and ValueError where the state is `lost`."""
         if self.lost:
             raise ValueError("the state of a step that failed is lost: go back to a checkpoint first")
         self.release_step()
-        size, pool = self.layout.page_size, self.pool
-        if (alone := end - start == 1) != self._one_by_one:
+        size, pool, guessed = self.layout.page_size, self.pool, self._journals(start, end, certain)
+        if (alone := guessed or end - start == 1) != self._one_by_one:
             self._ends.update(sorted(self.kept)[-2:])
             self._one_by_one = alone
-        step = self._step = StateStep([])
+        step = self._step = StateStep([], inputs={} if guessed else None)
         for at in self._cuts(start, end):
             if (page := self._spare()) is not None:
                 step.made[at // size - 1] = page
@@ -124,6 +137,16 @@ class States:
             assert live is not None
             step.legs.append((end - start, source, pool.page(self.live_arena, live)))
         return step
+
+    def _journals(self, start: int, end: int, certain: int | None) -> bool:
+        """Whether these rows may be taken back; begins with that."""
+        journal = self._journal
+        if certain is None or journal.room is None or self._cuts(start, end):
+            journal.stop()
+            return False
+        if certain == start:
+            journal.begin(start, self._page(self._now))
+        return journal.goes_on(certain, start)
 
     def _page(self, which: int | None) -> torch.Tensor | None:
         """The memory of a state; None = zeros."""
@@ -168,6 +191,8 @@ class States:
                 self.pool.release(self.arena, self.kept.pop(number))
             self.kept[number] = page
         self._now = step.target
+        if step.inputs is not None:
+            self._journal.add(step.inputs, step.legs[-1][0])
         size = self.layout.page_size
         passing = [n for n in sorted(self.kept)[:-2] if n not in self._ends]
         for number in passing:
@@ -196,11 +221,30 @@ class States:
         """Go back to the state behind the first `length` rows, one of `rewindable`; `now` is the present length."""
         if length == now and not self.lost:
             return
+        if self._journal.has(length, now):
+            self._take_back(length)
+            return
         self._forget_step()
+        self._journal.stop()
         number = self.layout.checkpoint(length)
         for behind in [n for n in self.kept if number is None or n > number]:
             self._drop(behind)
         self._now, self._one_by_one = number, None
+
+    def settle(self) -> None:
+        """The rows that are there stay."""
+        if self._step is None:
+            self._journal.stop()
+
+    def _take_back(self, length: int) -> None:
+        """Have the state behind `length` rows again, of which the journal has those that are computed anew."""
+        self._forget_step()
+        assert self._live is not None
+        if self.pool.refcount(self.live_arena, self._live) > 1:  # a fork goes on with all rows
+            self.pool.release(self.live_arena, self._live)
+            self._live = self.pool.take(self.live_arena)
+        self._journal.restore(length, self.pool.page(self.live_arena, self._live))
+        self._now = LIVE
 
     def _forget_step(self) -> None:
         self.release_step()
@@ -209,6 +253,7 @@ class States:
     def clear(self) -> None:
         """Let go of everything."""
         self.rewind(0, -1)
+        self._journal.stop()
         if self._live is not None:
             self.pool.release(self.live_arena, self._live)
             self._live = None
@@ -236,6 +281,8 @@ class States:
         """(arena, page) of every other reference."""
         if self._live is not None:
             yield self.live_arena, self._live
+        if self._journal.room is not None:
+            yield self.arena, self._journal.room
         if self._step is not None:
             if self._step.fresh is not None:
                 yield self.live_arena, self._step.fresh

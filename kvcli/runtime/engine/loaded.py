@@ -124,7 +124,7 @@ class LoadedModel:
         if not isinstance(draft, Opened):
             beside = self._beside(cache, interleaved, draft) if load.mtp or draft else None
             return Terms.settle(self.config, weights, cache, budget, self.threads, beside)
-        drafting.check(self.config, self.tokenizer, draft, cache, self.grain > 1)
+        drafting.check(self.tokenizer, draft, cache, kind, self.grain > 1)
         theirs = weights_of_tensors(draft.file.tensors, draft.config, kind, (), interleaved)
         self._note(drafting.too_large(weights, theirs))
         beside = Drafting(draft.config, theirs, KVLayout.of_options(draft.config, cache))

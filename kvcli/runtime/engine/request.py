@@ -16,7 +16,7 @@ from kvcli.runtime.engine.clock import Clock
 from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.requesthost import Host
-from kvcli.runtime.engine.rowsahead import RowsAhead, room_for_guesses
+from kvcli.runtime.engine.rowsahead import RowsAhead, on_host, room_for_guesses
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark
@@ -136,11 +136,11 @@ class Request:
         """Guesses behind the newest token, at most so many."""
         length, wanted = len(self.history), self.options.max_tokens
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
-        room = room_for_guesses(self.seq, length, self.host.ctx_size)
-        found = self.guesses.next(length, min(most, rest, room))
-        if found:
+        room = room_for_guesses(self.seq, length, self.host.ctx_size) if self.guesses.ever else 0
+        if found := self.guesses.next(length, min(most, rest, room)):
             self.close()
             self.seq.rewind(length - 1)  # a device may have computed the newest row, whose logits are gone
+            self.seq.certain = length - 1
         return found
 
     def feed(self, logits: torch.Tensor | None) -> None:
@@ -246,7 +246,7 @@ class Request:
         """The next tokens, by the logits [scored, vocab]: one, and one more for each guess that it is."""
         assert logits is not None
         self.caches.pump()
-        if len(logits) == 1 and not self.guesses.reads:
+        if len(logits) == 1 and not on_host(self.seq, self.guesses):
             self.ahead.tokens = self.host.device_tokens(self.seq, self.history, self.sampler, logits[0])
             if self.ahead.tokens is not None:
                 self._accept(next(self.ahead.tokens))
@@ -262,7 +262,7 @@ class Request:
             self.guesses.accepted += token == guess
             if not self._accept(token) or token != guess or self._ends():
                 break
-        self.ahead.known = None
+        self.ahead.settle(self.seq)
 
     def _accept(self, token: int) -> bool:
         """This is the next token. Whether one may follow that goes by it alone."""

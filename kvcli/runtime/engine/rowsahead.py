@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from kvcli.runtime.cache.sequence import Sequence
     from kvcli.runtime.engine.sampler import Sampler
+    from kvcli.runtime.engine.spec.guesses import Guesses
     from kvcli.runtime.engine.tokenstream import DeviceRows
 
 
@@ -52,6 +53,12 @@ class RowsAhead:
         if self.known is not None and seq.length > self.known:
             seq.rewind(self.known)
 
+    def settle(self, seq: Sequence) -> None:
+        """Guesses were looked at: the rows that are left stay."""
+        self.known = seq.certain = None
+        if seq.states is not None:
+            seq.states.settle()
+
     def close(self, seq: Sequence) -> None:
         """Compute none any more: `seq` keeps no row of a token that is not in the history."""
         if self.tokens is not None:
@@ -63,15 +70,23 @@ class RowsAhead:
         self.take_back(seq)
 
 
+def on_host(seq: Sequence, guesses: Guesses) -> bool:
+    """Whether no device may choose the tokens of an answer by itself: guesses go by each row as it is computed, or a
+    row too many could not be taken back from a state, behind which there may be guesses at any time."""
+    return guesses.reads or (guesses.ever and seq.states is not None)
+
+
 def room_for_guesses(seq: Sequence, length: int, ctx_size: int) -> int:
     """How many guesses there may be behind `length` known tokens.
 
     They stay in the page of the newest one, and do not fill it: what is wrong is taken back, and a page that was sealed
-    could not be. None where what is taken back leaves traces, in a state or among queries that were noted, where a
-    token chooses its pages, or where rows are computed in blocks.
+    could not be. None where what is taken back leaves traces among queries that were noted, where a token chooses its
+    pages, where rows are computed in blocks, or where there is no room for the state before them.
     """
-    layout, traces = seq.pool.layout, seq.selector is not None or seq.states is not None
-    if traces or layout.attend.pages or layout.grain > 1:
+    layout = seq.pool.layout
+    if seq.selector is not None or layout.attend.pages or layout.grain > 1:
+        return 0
+    if seq.states is not None and not seq.states.can_guess():
         return 0
     size = layout.page_size
     page = size - 2 - (length - 1) % size

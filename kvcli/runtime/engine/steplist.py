@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcli.kernels.cpu.backend import FEW_ROWS, NativeBackend
 from kvcli.kernels.cpu.calls import Calls
+from kvcli.runtime.cache.journal import Inputs
 from kvcli.runtime.cache.sequence import Part, Step
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
@@ -56,7 +57,8 @@ class _Noted:
 
     def __init__(self, part: Part) -> None:
         self.groups, self.watches, self.usable = part.groups, part.watches, True
-        self.states = part.states.key if part.states else ()
+        self.states = _carried(part)
+        self.inputs: Inputs = {}  # see `StateStep`
         self.ids = torch.zeros(len(part.ids), dtype=torch.int64)
         self.calls: Calls | None = None
         self.hidden: torch.Tensor
@@ -67,7 +69,7 @@ class _Noted:
         """Whether they are of this part's pages, and note what it wants noted."""
         return (
             self.watches is part.watches
-            and self.states == (part.states.key if part.states else ())
+            and self.states == _carried(part)
             and len(self.groups) == len(part.groups)
             and all(map(lambda a, b: a is b, self.groups, part.groups))
         )
@@ -83,6 +85,11 @@ class _Noted:
             cos[:], sin[:] = np.cos(angles), np.sin(angles)
         self.calls.run()
         return self.hidden.clone()
+
+
+def _carried(part: Part) -> tuple[object, ...]:
+    """Which states its rows carry on, and how far."""
+    return (part.states.key, [rows for rows, _, _ in part.states.legs]) if part.states else ()
 
 
 class StepList:
@@ -105,7 +112,7 @@ class StepList:
             or any(shift is not None for shift in part.shifts)
         ):
             return None
-        if (part.states and rows > 1) or any(watches[0].queries is not None for watches in part.watches if watches):
+        if any(watches[0].queries is not None for watches in part.watches if watches):
             return None
         size, (least, most) = part.groups[0][0].record.page_size, part.ids.aminmax()
         if part.start // size != part.end // size or least < 0 or most >= self._vocabulary:
@@ -118,17 +125,22 @@ class StepList:
                 self._lists.popitem(last=False)
             return None
         self._lists.move_to_end(key)
-        if noted.calls is not None:
-            if part.states:
-                part.states.begun = True
-            self._model.tapped = noted.tapped
-            return noted.run(part.ids, part.start)
-        return self._note(noted, part) if noted.usable else None
+        if noted.calls is None and not noted.usable:
+            return None
+        if part.states:
+            part.states.begun = True
+            if part.states.inputs is not None:
+                part.states.inputs = noted.inputs
+        if noted.calls is None:
+            return self._note(noted, part)
+        self._model.tapped = noted.tapped
+        return noted.run(part.ids, part.start)
 
     def _note(self, noted: _Noted, part: Part) -> torch.Tensor:
         """Compute rows and note the calls."""
         noted.ids.copy_(part.ids)
-        part = replace(part, ids=noted.ids)
+        states = part.states and replace(part.states, inputs=noted.inputs)
+        part = replace(part, ids=noted.ids, states=states)
         if (several := len(part.ids) > 1) not in self.computed:
             with _Computed() as computed:
                 calls, noted.hidden = self._hidden(part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -242,7 +242,11 @@ class Decoder:
             return self._latents(inner, x, step)
         if isinstance(inner, Mixing):
             carried = [leg for (lo, _), p in step.rows for leg in p.carried(inner.index, lo)]
-            return inner.mix(self.ops, self.ops.matmul(x, inner.projections), carried)
+            projected = self.ops.matmul(x, inner.projections)
+            mixed = inner.mix(self.ops, projected, carried)
+            for (lo, hi), p in step.rows:
+                p.keep(inner.index, partial(inner.again, self.ops), projected[lo:hi])
+            return mixed
         if isinstance(inner, FeedForward):
             if inner.cutoff is not None:
                 products = cut_gates(self.ops.matmul(x, inner.gate_up), inner.cutoff)

@@ -29,6 +29,10 @@ class ShortConvolution:
         """Projections of rows -> what the last product of the layer reads, [T, d_model]; the states go on."""
         if self.bias is not None:
             ops.add_(projected, self.bias)
+        return self.again(ops, projected, carried)
+
+    def again(self, ops: Backend, projected: torch.Tensor, carried: Sequence[Any]) -> torch.Tensor:
+        """The same of rows as `mix` has left them."""
         return ops.short_conv(projected, self.weight, self.conv_bias, carried)
 
 
@@ -44,6 +48,8 @@ class DeltaNetwork:
         """Projections of rows -> what the last product of the layer reads, [T, value_heads * dim_v]."""
         return ops.delta_net(projected, self.how, carried)
 
+    again = mix
+
 
 @dataclass(frozen=True)
 class StateSpace:
@@ -56,6 +62,8 @@ class StateSpace:
     def mix(self, ops: Backend, projected: torch.Tensor, carried: Sequence[Any]) -> torch.Tensor:
         """Projections of rows -> what the last product of the layer reads, [T, heads * dim]."""
         return ops.mamba(projected, self.how, carried)
+
+    again = mix
 
 
 Mixing = ShortConvolution | DeltaNetwork | StateSpace

@@ -14,6 +14,7 @@ from math import prod
 from typing import Protocol
 
 from kvcli.blockformats import INTERLEAVED
+from kvcli.runtime.cache.statelayout import GUESSED_ROWS
 from kvcli.runtime.config import LATENT, RECURRENT, DeltaNet, LayerConfig, Mamba, ModelConfig
 from kvcli.runtime.formats.adapter import Adapter
 from kvcli.runtime.host.memory import CPU
@@ -322,6 +323,20 @@ def _of_attention(config: ModelConfig, layer: LayerConfig) -> tuple[int, int, in
     q = config.n_heads * (layer.dim_k + beside)
     out = config.n_heads * layer.dim_v
     return q, layer.kv_heads * (layer.dim_k + layer.dim_v), out
+
+
+def guess_bytes(config: ModelConfig) -> int:
+    """What layers with a state computed GUESSED_ROWS rows from, which may have to be taken back: float32."""
+    return 4 * GUESSED_ROWS * sum(_carried_width(config, layer) for layer in config.layers)
+
+
+def _carried_width(config: ModelConfig, layer: LayerConfig) -> int:
+    """Elements of a row that the state of a layer goes on from; 0 = it has none, or kv does not run it."""
+    if isinstance(layer.mixer, DeltaNet):
+        return _of_delta(layer.mixer, gpu=False)[0]
+    if isinstance(layer.mixer, Mamba):
+        return _of_mamba(layer.mixer, gpu=False)[0]
+    return 0 if layer.mixer is None else 3 * config.d_model
 
 
 def _of_delta(mixer: DeltaNet, gpu: bool) -> tuple[int, int, int]:

@@ -234,6 +234,9 @@ class Setting:
         else:
             tables = pages * ADDRESS_BYTES
         rows.append(Row("tables and token ids", tables, COMPUTED))
+        if guessed := footprint.guess_bytes(self.config):
+            at_once = self._at_once if self.kind == CPU else 1  # a GPU computes guesses of one answer at a time
+            rows.append(Row("rows of guesses", guessed * at_once, COMPUTED, "what states go on from once more"))
         if layout.selection:
             rows.append(Row("selection of rows", layout.selection_bytes(tokens), COMPUTED, layout.selection.policy))
         return rows

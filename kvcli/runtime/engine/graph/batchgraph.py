@@ -54,6 +54,9 @@ class RowsApart:
         assert self.legs is not None
         return [self.legs.of(index)]
 
+    def keep(self, *of_layer: object) -> None:
+        """See `Part.keep`: rows of graphs are not taken back."""
+
 
 class BatchGraph:
     """The next rows of up to `rows` sequences: `seat` them, then `run` all of them again and again."""

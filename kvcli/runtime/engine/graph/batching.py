@@ -15,6 +15,7 @@ from kvcli.kernels.gpu.shares import NoRoom
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.engine.graph.batchgraph import ROWS, BatchGraph
 from kvcli.runtime.engine.graph.pages import sent
+from kvcli.runtime.engine.rowsahead import on_host
 from kvcli.runtime.model.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Batches:
         if self.reason:
             return work
         done: set[int] = set()
-        single = [r for r, ids in work if r.answering and len(ids) == 1 and not r.guesses.reads]
+        single = [r for r, ids in work if r.answering and len(ids) == 1 and not on_host(r.seq, r.guesses)]
         for batch, requests in self._dealt(single):
             done.update(map(id, requests))
             try:

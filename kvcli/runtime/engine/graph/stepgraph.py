@@ -51,6 +51,9 @@ class BoundPart:
         assert self.legs is not None
         return [self.legs.of(index)]
 
+    def keep(self, *of_layer: object) -> None:
+        """See `Part.keep`: rows of graphs are not taken back."""
+
 
 @dataclass(frozen=True)
 class BoundStep:
@@ -145,9 +148,9 @@ class StepGraph:
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
 
-        None where queries are to be noted or choose what they read; where its rows are too many or seal one by one,
-        where its lists are too long, where what layers give is read, and where it sees so many latents that it should
-        not be absorbed.
+        None where queries are to be noted or choose what they read; where its rows may be taken back from states; where
+        they are too many or seal one by one, where its lists are too long, where what layers give is read, and where it
+        sees so many latents that it should not be absorbed.
         """
         return self._run((part,)) if self._takes(part) else None
 
@@ -164,7 +167,9 @@ class StepGraph:
     def _takes(self, part: Part) -> bool:
         if self.model.config.latents is not None and len(part.ids) * part.start >= latentpast.WORTH:
             return False
-        return not (part.watches or part.chooses or self.model.taps or len(part.ids) > ROWS[-1] or self._by_row)
+        if part.watches or part.chooses or (part.states and part.states.inputs is not None):
+            return False
+        return not (self.model.taps or len(part.ids) > ROWS[-1] or self._by_row)
 
     def _run(self, parts: tuple[Part, ...]) -> torch.Tensor | None:
         """None where lists are too long."""

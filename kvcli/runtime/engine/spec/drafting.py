@@ -7,8 +7,9 @@ from itertools import zip_longest
 from kvcli.errors import ModelError, UsageError
 from kvcli.options import CacheOptions
 from kvcli.runtime.cache import eviction
-from kvcli.runtime.config import RECURRENT, ModelConfig
+from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.engine.opened import Opened
+from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.text.vocabulary import UNUSED
@@ -17,10 +18,10 @@ LEAVE = "leave `draft` out"
 OTHERS = "choose one of the same family, or guess without a model (`spec=suffix`)"
 
 
-def check(config: ModelConfig, tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, in_blocks: bool) -> None:
-    """Raises ModelError where `draft` cannot guess for a model of `config` and `tokenizer`, UsageError where nothing
-    can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
-    check_layers(config, draft.config)
+def check(tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, kind: str, in_blocks: bool) -> None:
+    """Raises ModelError where `draft` cannot guess for a model of `tokenizer` on a device of `kind`, UsageError where
+    nothing can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
+    check_layers(draft.config, kind)
     check_options(cache, in_blocks)
     check_vocabulary(tokenizer, draft.text.tokenizer)
 
@@ -37,11 +38,12 @@ def check_options(cache: CacheOptions, in_blocks: bool, what: str = "draft") -> 
         raise UsageError(f"nothing can be guessed with {name}, so `{what}` is of no use there", "leave one of them out")
 
 
-def check_layers(config: ModelConfig, draft: ModelConfig | None = None, leave: str = LEAVE) -> None:
-    """Raises ModelError where one of the two cannot take guesses back."""
-    for what, layers in (("the model", config.layers), ("the draft model", draft.layers if draft else ())):
-        if any(layer.kind == RECURRENT or layer.state_bytes for layer in layers):
-            raise ModelError(f"{what} has layers that keep a state, from which guesses cannot be taken back", leave)
+def check_layers(draft: ModelConfig, kind: str) -> None:
+    """Raises ModelError where a draft model cannot take guesses back on a device of `kind`: graphs of single tokens
+    change a state in place."""
+    if kind != CPU and any(layer.state_bytes for layer in draft.layers):
+        what = "the draft model has layers that keep a state, from which a GPU cannot take its guesses back"
+        raise ModelError(what, OTHERS)
 
 
 def check_next(config: ModelConfig) -> None:
@@ -51,12 +53,10 @@ def check_next(config: ModelConfig) -> None:
             "the file has no layer that predicts further tokens (nextn_predict_layers), so `mtp` is of no use",
             "guess without a model (`spec=suffix`), or name one with `draft`",
         )
-    check_layers(config, leave="leave `mtp` out")
 
 
 def check_head(config: ModelConfig, head: ModelConfig) -> None:
     """Raises ModelError where a head that reads what the model makes of tokens is not one of this model."""
-    check_layers(config)
     if config.altup:
         raise ModelError("the model has several residual streams, which no such head reads", LEAVE)
     if head.vocab_size < config.vocab_size:

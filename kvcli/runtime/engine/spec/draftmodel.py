@@ -116,11 +116,12 @@ class DraftGuesses(DrawnGuesses):
             seq.adopt(self._known[:length], pages, bases)
         seq, sure = self._seq, self._sure
         seq.rewind_to(min(sure + common_length(seq.tokens[sure:], self._known[sure:-1]), max(0, len(self._known) - 1)))
-        self._sure = seq.certain = seq.length
+        self._sure, seq.certain = seq.length, None
         return seq
 
     def _draft(self, count: int) -> list[int]:
-        """So many guesses; none where rows are missing that take another step to compute. Raises DoesNotFit."""
+        """So many guesses; none where rows are missing that take another step to compute, or where there is no room for
+        a state to go back to. Raises DoesNotFit."""
         engine, seq, known, began = self.draft.engine, self._rows(), self._known, time.perf_counter()
         missing = known[seq.length : engine.chunk_end(seq.length, len(known))]
         reads, of_prompt = len(missing) > ROWS[-1], seq.length < self._n_prompt
@@ -133,7 +134,7 @@ class DraftGuesses(DrawnGuesses):
                 self.reading_s += seconds
             else:
                 self.session.pace.spent(seconds)
-        if seq.length < len(known):
+        if seq.length < len(known) or (seq.states is not None and not seq.states.can_guess()):
             return []
         if engine.graph and not self._constrained and DeviceRows.possible(self._sampler):
             self._rows_on_device = self._rows_on_device or DeviceRows(

@@ -38,7 +38,8 @@ class DrawnGuesses(Guesses):
 
     def __init__(self, session: Session, vocab_size: int, ends: frozenset[int]) -> None:
         """`ends`: tokens that end a text. No ids are guessed from `vocab_size` on."""
-        super().__init__(session, OFF)
+        super().__init__(session, OFF)  # no text guesses
+        self.ever = True
         self.vocab_size, self._ends, self._drafted = vocab_size, ends, Drafted(session.pace)
         self._known: list[int] = []  # prompt and answer
         self._n_prompt = 0

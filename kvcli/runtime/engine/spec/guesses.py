@@ -56,7 +56,7 @@ class Guesses:
 
     `steps`: how many there were; `drafted`: tokens that were computed before they were known; `accepted`: those of them
     that were right; `reading_s`: seconds in which a model of its own read the prompt while the answer was written.
-    `reads`: `computed` is told of every row.
+    `reads`: `computed` is told of every row; `ever`: there may be guesses.
     """
 
     reads = False
@@ -65,7 +65,8 @@ class Guesses:
         self.session = session
         self.steps = self.drafted = self.accepted = 0
         self.reading_s = 0.0
-        self._texts = None if method == OFF else Texts(method, session.pool.text)
+        self.ever = method != OFF
+        self._texts = Texts(method, session.pool.text) if self.ever else None
         self._judgement = Judgement(session.pace)
         self._guess = Guess([], 0)
         self._asked: tuple[float, int, int] | None = None  # when, behind how many tokens, for how many rows

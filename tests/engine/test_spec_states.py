@@ -1,0 +1,135 @@
+"""Guessed tokens where layers keep a state: whatever is guessed, an answer is to the bit what it is without guesses."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from batches import alone, same, watched
+from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
+from erring import Erring, guessed
+from reusecases import NOWHERE, Told, store_in
+
+from kvcli.options import CacheOptions
+from kvcli.runtime.cache.statelayout import GUESSED_ROWS
+from kvcli.runtime.engine.engine import Engine
+from kvcli.runtime.engine.scheduler import Scheduler
+from kvcli.runtime.engine.spec.pace import ROWS, Judgement
+
+FAMILIES = ("lfm2", "qwen35", "granitehybrid-dense", "falcon-h1", "nemotron_h", "qwen3next", "qwen35moe", "lfm2moe")
+OFF = {"spec": "off"}
+
+
+@functools.cache
+def engine_of(variant: str, codec: str = "f16", backend: str = "native", ctx: int = 320) -> Engine:
+    return open_tiny(variant, backend, CacheOptions(ctx, codec, codec, page_size=16, ubatch=24))
+
+
+@pytest.mark.parametrize(
+    ("variant", "codec", "backend"),
+    [*((variant, ("f16", "int8", "int4")[i % 3], "native") for i, variant in enumerate(FAMILIES[:6])),
+     ("qwen35", "int8", "reference"),
+     *(pytest.param(x, "int4", "native", marks=pytest.mark.thorough) for x in FAMILIES)],
+)  # fmt: skip
+def test_answers_are_those_without_guesses(variant: str, codec: str, backend: str) -> None:
+    """Greedy and drawn ones, with guesses of all lengths that are wrong at any place."""
+    engine, n = engine_of(variant, codec, backend), 40 if backend == "reference" else 256
+    for options, wrong in ((replace(GREEDY, max_tokens=n), 5), (replace(DRAWN, max_tokens=n // 4), 2)):
+        plain, found = guessed(engine, PROMPT[:41], replace(options, spec="suffix"), wrong, 1)
+        assert same(plain, found) and len(found.ids) == options.max_tokens
+        assert 0 < found.end.usage.accepted_tokens < found.end.usage.drafted_tokens
+    engine.pool.check([])
+    assert ROWS[-1] <= GUESSED_ROWS
+
+
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_texts_guess(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Judgement, "worth", lambda self, matched, there: there)
+    engine, options = engine_of("qwen35"), replace(GREEDY, max_tokens=256, spec=method)
+    prompt = [*PROMPT[:20], *PROMPT[:30]]
+    expected, found = alone(engine, prompt, replace(options, **OFF)), alone(engine, prompt, options)
+    assert same(expected, found) and found.end.usage.drafted_tokens > 20
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize("codec", ["f16", "int8"])
+def test_later_turns_and_caches_find_the_same_rows(codec: str, tmp_path: Path) -> None:
+    """Of the sequence itself, of the tree in memory, and of the store; with the same checkpoints."""
+    engine, options, found = engine_of("qwen35", codec), replace(DRAWN, max_tokens=40), []
+    expected = alone(engine, PROMPT[:30], replace(options, **OFF)).ids
+    for spec in ("off", "suffix"):
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            closing(engine.prompt_caches(store_in(tmp_path / spec), Told())) as c,
+        ):
+            if spec != "off":
+                patched.setattr(engine.session, "guesses", lambda _: Erring(engine.session, expected, 3, 1))
+            seq = engine.new_sequence()
+            ends = [run(engine, seq, PROMPT[:30], replace(options, spec=spec), caches=c)]
+            patched.undo()
+            assert ends[0].usage.drafted_tokens > (10 if spec != "off" else -1)
+            turn = [*PROMPT[:30], *ends[0].ids, *PROMPT[50:60]]
+            ends.append(run(engine, seq, turn, replace(options, **OFF), caches=c))
+            fresh = engine.new_sequence()
+            ends.append(run(engine, fresh, turn, replace(options, **OFF), caches=c))
+            pages = [sorted(each.numbered()) for each in (seq, fresh)]
+            found.append(([(e.ids, e.usage.cache_read_tokens) for e in ends], pages, seq.tokens))
+            seq.close()
+            fresh.close()
+    assert found[0] == found[1]
+    engine.pool.check([])
+
+
+def test_several_requests_guess_in_one_step() -> None:
+    """Beside prompts that are read; one of them is parked meanwhile, and the rows of all stay within the plan."""
+    engine = engine_of("granitehybrid-dense", "int8")
+    asked = [(PROMPT[5 * i : 40 + 5 * i], replace(DRAWN, seed=i, max_tokens=50)) for i in range(4)]
+    expected = [alone(engine, prompt, replace(options, **OFF)) for prompt, options in asked]
+    erring = iter([Erring(engine.session, one.ids, 4, i) for i, one in enumerate(expected)])
+    with pytest.MonkeyPatch.context() as patched, closing(engine.prompt_caches(NOWHERE, Told())) as caches:
+        patched.setattr(engine.session, "guesses", lambda method: next(erring))
+        found = [watched(engine, *each, caches=caches) for each in asked]
+        scheduler, events = Scheduler(engine, 3), {id(each.request): each.events for each in found}
+        for each in found:
+            scheduler.submit(each.request)
+        for count in range(1000):
+            if scheduler.idle:
+                break
+            for request, more in scheduler.step():
+                events[id(request)] += more
+            if count == 12:
+                found[1].request.park()
+    for one, two in zip(found, expected, strict=True):
+        assert one.ids == two.ids and one.end.usage.accepted_tokens > 10
+        one.request.seq.close()
+    assert engine.pool.committed_bytes <= engine.predict(100, 4).kv_bytes
+    engine.pool.check([])
+
+
+def test_an_answer_that_is_given_up_leaves_nothing() -> None:
+    engine = engine_of("lfm2")
+    ids = alone(engine, PROMPT[:20], replace(DRAWN, max_tokens=40)).ids
+    for count in (2, 5, 9):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(engine.session, "guesses", lambda _: Erring(engine.session, ids, 3, 2))
+            events = engine.generate(
+                seq := engine.new_sequence(), PROMPT[:20], replace(DRAWN, max_tokens=40, spec="ngram")
+            )
+            for _ in range(count):
+                next(events)
+            events.close()  # type: ignore[attr-defined]
+            seq.close()
+            engine.pool.check([])
+
+
+def test_without_room_for_the_state_before_them_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = engine_of("qwen35"), replace(GREEDY, max_tokens=30)
+    expected = alone(engine, PROMPT[:30], options)
+    monkeypatch.setattr(engine.pool, "take_spare", lambda arena: None)
+    monkeypatch.setattr(engine.session, "guesses", lambda _: Erring(engine.session, expected.ids, 3, 2))
+    found = alone(engine, PROMPT[:30], replace(options, spec="suffix"))
+    assert found.ids == expected.ids and found.end.usage.drafted_tokens == 0
+    engine.pool.check([])
