@@ -5,26 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from calling import Caller
-from chatcases import ANSWERS, asked, chat, typing
-from fakes import FakeEngine
+from chatcases import ANSWERS, asked, chat, fixture_kv, fixture_talk, typing  # noqa: F401
 
 from kvcli.runtime.cache import eviction
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary, tmp_path):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(ANSWERS)
-    return caller
-
-
-@pytest.fixture
-def talk(kv, monkeypatch):
-    return typing(kv, monkeypatch)
-
 
 # --- files
 

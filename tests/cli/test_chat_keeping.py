@@ -9,24 +9,9 @@ from typing import Any
 
 import pytest
 from calling import Caller
-from chatcases import ANSWERS, chat, typing
-from fakes import FakeEngine
+from chatcases import ANSWERS, chat, fixture_kv, fixture_talk, typing  # noqa: F401
 
 from kvcli.runtime.promptcache import sessions
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary, tmp_path):
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(ANSWERS)
-    return caller
-
-
-@pytest.fixture
-def talk(kv, monkeypatch):
-    return typing(kv, monkeypatch)
 
 
 def test_a_chat_is_saved_from_now_on(kv, tmp_path):

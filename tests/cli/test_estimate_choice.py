@@ -6,22 +6,11 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
 from conftest import KvHere
-from estimatecases import CARD, ok, small_file, use_own_folders
+from estimatecases import CARD, fixture_own_folders, fixture_small, ok, small_file  # noqa: F401
 
 from kvcli.api import planning
 from kvcli.codecs import CODECS
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_own_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return small_file(tmp_path)
 
 
 def test_the_most_precise_of_the_types_that_were_named(kv_here: KvHere) -> None:

@@ -11,22 +11,12 @@ from pathlib import Path
 
 import pytest
 from conftest import PACKAGE_ROOT, KvHere
-from estimatecases import CARD, ok, small_file, use_own_folders
+from estimatecases import CARD, fixture_own_folders, fixture_small, ok  # noqa: F401
 
 from kvcli.runtime.host.memory import gpus
 from kvcli.runtime.plan import overheads
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_own_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return small_file(tmp_path)
 
 
 def test_the_screen(kv_here: KvHere) -> None:

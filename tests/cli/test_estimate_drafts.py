@@ -9,19 +9,9 @@ import eagles
 import pytest
 import tiny
 from conftest import KvHere
-from estimatecases import ok, small_file, use_own_folders
+from estimatecases import fixture_own_folders, fixture_small, ok  # noqa: F401
 
 from kvcli.runtime.engine.spec import drafting
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_own_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return small_file(tmp_path)
 
 
 def test_a_draft_model_is_counted(small: Path, kv_here: KvHere) -> None:

@@ -12,19 +12,9 @@ import numpy as np
 import pytest
 import tiny
 from conftest import KvHere
-from estimatecases import ok, small_file, use_own_folders
+from estimatecases import fixture_own_folders, fixture_small, ok  # noqa: F401
 
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_own_folders(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Path:
-    return small_file(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from calling import Caller
-from fakes import FakeEngine
+from runcases import fixture_kv  # noqa: F401
 
 from kvcli.cli.flags.cache import type_pairs
 from kvcli.cli.flags.sampling import parse_logit_bias
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.codecs import CODECS
 from kvcli.errors import UsageError
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary):
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(["an answer"])
-    return caller
 
 
 def test_flags_reach_the_options(kv):

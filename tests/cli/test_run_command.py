@@ -7,15 +7,7 @@ import json
 import stat
 
 import pytest
-from calling import Caller
-from fakes import FakeEngine
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary):
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(["an answer"])
-    return caller
+from runcases import fixture_kv  # noqa: F401
 
 
 def test_the_answer_alone_is_on_stdout_and_nothing_on_stderr(kv):

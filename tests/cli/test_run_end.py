@@ -8,19 +8,11 @@ import signal
 import sys
 
 import pytest
-from calling import Caller
-from fakes import FakeEngine
+from runcases import fixture_kv  # noqa: F401
 
 from kvcli.cli import render
 from kvcli.cli.interrupt import AT_ONCE
 from kvcli.errors import ModelError
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary):
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(["an answer"])
-    return caller
 
 
 def test_a_full_context_is_exit_9_and_said(kv):

@@ -6,19 +6,11 @@ import json
 import os
 
 import pytest
-from calling import Caller
 from chatcases import asked
-from fakes import BOS, END, START, FakeEngine, FakeTemplate
-from runcases import question
+from fakes import BOS, END, START, FakeTemplate
+from runcases import fixture_kv, question  # noqa: F401
 
 from kvcli.cli import inputs, render
-
-
-@pytest.fixture
-def kv(monkeypatch, capfdbinary):
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(["an answer"])
-    return caller
 
 
 def test_prompt_is_files_then_stdin_then_instruction(kv, tmp_path):

@@ -11,7 +11,7 @@ import configcases
 import pytest
 from calling import Caller
 from conftest import KvHere
-from fakes import FakeEngine
+from runcases import fixture_kv  # noqa: F401
 from test_helptext import COMMANDS, options
 
 from kvcli.cli import main, settings
@@ -20,13 +20,6 @@ from kvcli.cli import main, settings
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return configcases.own_file(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Caller:
-    caller = Caller(monkeypatch, capfdbinary)
-    caller.engine = FakeEngine(["an answer"])
-    return caller
 
 
 def asked(kv: Caller, *args: str) -> tuple[Any, Any, Any]:

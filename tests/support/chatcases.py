@@ -1,13 +1,34 @@
-"""`kv chat` with an engine that has no weights: scripts, and lines as if they were typed."""
+"""`kv chat` with an engine that has no weights: scripts, and lines as if they were typed.
+
+A test module that imports the fixtures has them, as `kv` and `talk`.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from calling import Caller
+from fakes import FakeEngine
 
 from kvcli.cli.commands.chat import lineeditor, slash
 
 ANSWERS = ["one", "two", "three", "four", "five", "six"]
+
+
+@pytest.fixture(name="kv")
+def fixture_kv(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes], tmp_path: Path) -> Caller:
+    """In a folder of its own, with chats of its own."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    caller = Caller(monkeypatch, capfdbinary)
+    caller.engine = FakeEngine(ANSWERS)
+    return caller
+
+
+@pytest.fixture(name="talk")
+def fixture_talk(kv: Caller, monkeypatch: pytest.MonkeyPatch):
+    return typing(kv, monkeypatch)
 
 
 def chat(kv: Caller, script: str, *args: str):

@@ -1,4 +1,7 @@
-"""What tests of `kv estimate` share: a card, a small file, folders of their own; ideal cache formulas."""
+"""What tests of `kv estimate` share: a card, a small file, folders of their own; ideal cache formulas.
+
+A test module that imports the fixtures has them: `small`, and `own_folders` for every test.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def ideal_bytes(
     return sequences * total
 
 
-def use_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, name="own_folders")
+def fixture_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing measured or downloaded on this machine may change the answers."""
     for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -87,6 +91,11 @@ def small_file(folder: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+@pytest.fixture(name="small")
+def fixture_small(tmp_path: Path) -> Path:
+    return small_file(tmp_path)
 
 
 def ok(outcome: tuple[int, str, str]) -> str:
