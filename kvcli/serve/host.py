@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
+from kvcli.runtime.headers.facts import weight_type_of
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
 from kvcli.serve.replies import PING_S, NoModel, Question, Reply
@@ -78,6 +81,15 @@ class EngineReply(Reply):
             self.served.worker.cancel(self._work)
 
 
+def facts_of(arch: str, size: int, digest: str, parameters: int, weight_type: str, path: Path | None) -> dict[str, Any]:
+    """What lists tell of a model, loaded or not. `path`: of its file or folder."""
+    return {
+        "arch": arch, "file_bytes": size, "digest": digest, "parameters": parameters, "weight_type": weight_type,
+        "format": "gguf" if path is None or path.suffix == ".gguf" else "safetensors",
+        "modified": int(path.stat().st_mtime) if path is not None and path.exists() else 0,
+    }  # fmt: skip
+
+
 @dataclass(eq=False)
 class Served:
     """A loaded model under its name; `aliases` are others that mean it."""
@@ -96,7 +108,9 @@ class Served:
         """What is known of its file. `digest`: of its weights."""
         file = self.worker.engine.loaded.file
         arch = str(file.metadata.get("general.architecture", ""))
-        return {"arch": arch, "file_bytes": file.size, "digest": fingerprint.model_hashes(file)["weights"]}
+        count = sum(prod(tensor.shape) for tensor in file.tensors.values())
+        digest = fingerprint.model_hashes(file)["weights"]
+        return facts_of(arch, file.size, digest, count, weight_type_of(file), file.path)
 
     def as_object(self) -> dict[str, Any]:
         """What lists of models tell."""
@@ -124,6 +138,13 @@ class Known:
     size: int = 0
     arch: str = ""
     digest: str = ""
+    parameters: int = 0
+    weight_type: str = ""
+    path: Path | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return facts_of(self.arch, self.size, self.digest, self.parameters, self.weight_type, self.path)
 
 
 class Host:
@@ -138,6 +159,7 @@ class Host:
         self._first = first.name
         self._names_of_first = ("", first.name, *first.aliases)
         self._load, self._lock = load, asyncio.Lock()
+        self._leaving: dict[Served, asyncio.Future[None]] = {}  # as soon as they write no answer
         self._texts = ThreadPoolExecutor(1, "kv-text")  # templates and tokenizers, beside the event loop
         self._slow_texts = ThreadPoolExecutor(2, "kv-slow-text")  # and those that others do not wait for
 
@@ -152,15 +174,20 @@ class Host:
             return found
         return await asyncio.shield(self._loaded(name))  # goes on for others where the one who asked goes away
 
+    def _check(self, name: str) -> str:
+        """The name of a model that can be loaded. Raises NoModel for one that is not here."""
+        known = [each.name for each in self.known()]
+        name = self._first if name in self._names_of_first else name
+        if name not in (self._first, *known):
+            there = ", ".join(dict.fromkeys([*(each.name for each in self.loaded), *known]))
+            raise NoModel(f"there is no model {name[:200]!r} here", f"there are {there}")
+        return name
+
     async def _loaded(self, name: str) -> Served:
         async with self._lock:
             if (found := self.find(name)) is not None:
                 return found
-            known = [each.name for each in self.known()]
-            name = self._first if name in self._names_of_first else name
-            if name not in (self._first, *known):
-                there = ", ".join(dict.fromkeys([*(each.name for each in self.loaded), *known]))
-                raise NoModel(f"there is no model {name[:200]!r} here", f"there are {there}")
+            name = self._check(name)
             while True:
                 while len(self.loaded) >= self.most:
                     await self._unload_one()
@@ -183,6 +210,28 @@ class Host:
             return  # it was asked meanwhile
         self.loaded.remove(oldest)
         await asyncio.get_running_loop().run_in_executor(None, oldest.worker.stop, 0.0)
+
+    async def unload(self, name: str) -> bool:
+        served = self.find(name)
+        if served is None:
+            self._check(name)
+        elif not self._retired(served):
+            self._leaving[served] = asyncio.ensure_future(self._leave(served))
+        return True
+
+    async def _leave(self, served: Served) -> None:
+        """Let go of it as soon as it writes no answer."""
+        while served in self.loaded and not self._retired(served):
+            await asyncio.sleep(0.05)
+        self._leaving.pop(served, None)
+
+    def _retired(self, served: Served) -> bool:
+        """Let go of it, if it writes no answer; whether that is so."""
+        if not served.worker.retire():
+            return False
+        self.loaded.remove(served)
+        threading.Thread(target=served.worker.stop, args=(0.0,), name="kv-unload", daemon=True).start()
+        return True
 
     async def prompt(self, question: Question) -> tuple[Served, Prompt, SampleOptions]:
         """The model that is asked, its tokens of the question, and the options with the grammar. Raises KVError."""
@@ -227,9 +276,8 @@ class Host:
         found = [each.as_object() for each in self.loaded]
         there = {each["name"]: each for each in found}
         for known in self.known():
-            facts = {"arch": known.arch, "file_bytes": known.size, "digest": known.digest}
             if known.name not in there:
-                found.append({"name": known.name, "created": 0, "loaded": False, **facts})
+                found.append({"name": known.name, "created": 0, "loaded": False, **known.facts})
             elif known.digest:
                 there[known.name]["digest"] = known.digest  # as it was before it was loaded
         return found

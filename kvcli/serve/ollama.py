@@ -1,11 +1,13 @@
 """Ollama's interface: chat, generate, tags, ps, show, version. Streams are lines of JSON.
 
-`keep_alive` is of no account: a model stays until another one needs its place.
+`keep_alive` is of no account, but for 0: a model stays until another one needs its place.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -24,6 +26,7 @@ from kvcli.serve.failures import Failure, Refused
 from kvcli.serve.host import Served
 from kvcli.serve.replies import Answer, Answers, Question, Reply
 from kvcli.serve.serving import Engines, Serving
+from kvcli.words import human_count
 
 VERSION = "0.12.0"  # of the interface, which clients ask for
 
@@ -74,6 +77,20 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
         )  # fmt: skip
 
 
+_TIME = re.compile(r"[+-]?((\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h))+|[+-]?[01]")  # as Go writes them
+
+
+def _leaves(keep: Any) -> bool:
+    """Whether a model is to go when nobody asks it anything more: 0, as a number or a time. Raises UsageError."""
+    if keep is None or (isinstance(keep, (int, float)) and not isinstance(keep, bool)):
+        return keep is not None and keep == 0
+    if not isinstance(keep, str) or not _TIME.fullmatch(keep):
+        raise UsageError(
+            f"`keep_alive` is {str(keep)[:40]!r}", 'give seconds, or a time such as "5m"; 0 unloads the model'
+        )
+    return not re.search("[1-9]", keep)
+
+
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str = ""
     stream: bool | None = None
@@ -101,6 +118,11 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def name(self) -> str:
         return self.model.removesuffix(":latest")
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the model is unloaded behind the answer. Raises UsageError."""
+        return _leaves(self.keep_alive)
 
     @property
     def thinking(self) -> Any:
@@ -152,10 +174,6 @@ def failure(found: Failure) -> Json:
     return {"error": found.message}
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
-
-
 def _line(value: Json) -> str:
     return wire.dump(value) + "\n"
 
@@ -179,7 +197,7 @@ class _Lines:
 
     def object(self, text: str, thinking: str, end: End | None, called: list[calls.Called] = []) -> Json:  # noqa: B006
         said = self.said(text, thinking, called)
-        head = {"model": self.model, "created_at": _now(), **said, "done": end is not None}
+        head = {"model": self.model, "created_at": _time(None), **said, "done": end is not None}
         if end is None:
             return head
         times = end.timings
@@ -218,7 +236,10 @@ def _call(call: calls.Called) -> Json:
 async def _answered(
     request: Request, serving: Serving[Answers], question: Question, call: _Common, chat: bool
 ) -> Response:
+    leaves = call.leaves
     reply = await wire.while_connected(request, serving.host.ask(question))
+    if leaves:
+        await serving.host.unload(call.name)
     asks, most = (call.options or Options()).num_ctx, reply.ctx_size
     if asks is not None and asks > most:
         async with reply:
@@ -231,18 +252,22 @@ async def _answered(
         return wire.object_response(form.whole((await wire.while_connected(request, reply.whole()))[0]))
 
 
-def _loads(model: str, chat: bool) -> Response:
-    """The answer to a call without a prompt, which loads a model."""
+async def _loads(request: Request, serving: Serving[Answers], call: _Common, chat: bool) -> Response:
+    """The answer to a call without a prompt, which loads a model, or unloads it. Raises KVError."""
+    if not call.leaves:
+        await wire.while_connected(request, serving.host.load(call.name))
+    elif not await serving.host.unload(call.name):
+        raise Refused(501, "vLLM has one model, which stays until the server ends")
+    why, model = "unload" if call.leaves else "load", call.model
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-    return wire.object_response({"model": model, "created_at": _now(), **said, "done": True, "done_reason": "load"})
+    return wire.object_response({"model": model, "created_at": _time(None), **said, "done": True, "done_reason": why})
 
 
 async def chat(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     call = asked.decoded(body, ChatCall)
     options = call.sampling(serving)
     if not call.messages:
-        await wire.while_connected(request, serving.host.load(call.name))
-        return _loads(call.model, True)
+        return await _loads(request, serving, call, True)
     messages = [message.plain(number) for number, message in enumerate(call.messages)]
     tools = calls.asked(call.tools, None, None)
     prompt = asked.chat(messages, call.thinking, tools)
@@ -257,8 +282,7 @@ async def generate(request: Request, serving: Serving[Answers], body: bytes) -> 
     asked.refuse({"template": call.template, "suffix": call.suffix, "images": call.images}, "cannot be used here")
     asked.refuse({"context": call.context}, "cannot be used: send the whole prompt, its rows are found again")
     if not call.prompt:
-        await wire.while_connected(request, serving.host.load(call.name))
-        return _loads(call.model, False)
+        return await _loads(request, serving, call, False)
     chats = await wire.while_connected(request, serving.host.load(call.name))
     if call.raw or not chats:
         asked.refuse({"system": call.system}, "needs a chat template")
@@ -270,15 +294,27 @@ async def generate(request: Request, serving: Serving[Answers], body: bytes) -> 
     return await _answered(request, serving, question, call, False)
 
 
-def _details(found: Json) -> Json:
-    return {"format": "gguf", "family": found.get("arch", ""), "parameter_size": "", "quantization_level": ""}
+def _details(facts: Json) -> Json:
+    """What a list tells of a model's file, "" = it is not known."""
+    count, arch = facts.get("parameters"), facts.get("arch", "")
+    return {
+        "parent_model": "", "format": facts.get("format", ""), "family": arch, "families": [arch] if arch else [],
+        "parameter_size": human_count(count).replace(" ", "") if count else "",
+        "quantization_level": facts.get("weight_type", ""),
+    }  # fmt: skip
+
+
+def _time(seconds: float | None) -> str:
+    """None = now."""
+    at = datetime.now(timezone.utc) if seconds is None else datetime.fromtimestamp(seconds, timezone.utc)
+    return at.isoformat().replace("+00:00", "Z")
 
 
 async def tags(request: Request, serving: Serving[Answers], body: bytes) -> Response:
     models = [
         {
-            "name": each["name"], "model": each["name"], "modified_at": _now(), "size": each["file_bytes"],
-            "digest": each["digest"], "details": _details(each),
+            "name": each["name"], "model": each["name"], "modified_at": _time(each.get("modified")),
+            "size": each["file_bytes"], "digest": each["digest"], "details": _details(each),
         }
         for each in serving.host.models()
     ]  # fmt: skip
@@ -307,14 +343,23 @@ async def show(request: Request, serving: Engines, body: bytes) -> Response:
     metadata = served.worker.engine.loaded.file.metadata
     info = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float, bool))}
     template = served.text.template.source if served.text.template else ""
-    told = {"template": template, "details": _details({}), "model_info": info, "capabilities": _capabilities(served)}
-    return wire.object_response({"modelfile": "", "parameters": "", **told})
+    told = {
+        "template": template,
+        "details": _details(served.facts),
+        "model_info": info,
+        "capabilities": _capabilities(served),
+    }
+    told |= {"license": info.get("general.license", ""), "modified_at": _time(served.facts["modified"])}
+    return wire.object_response({"modelfile": f"FROM {served.name}\n", "parameters": "", **told})
 
 
 def _capabilities(served: Served) -> list[str]:
     template = served.text.template
-    tools = template is not None and template.takes_tools and form_of(template.tool_source) is not None
-    return ["completion", *(["tools"] if tools else [])]
+    if template is None:
+        return ["completion"]
+    tools = template.takes_tools and form_of(template.tool_source) is not None
+    thinks = template.with_options(replace(template.options, reasoning="on")).switch
+    return ["completion", *(["tools"] if tools else []), *(["thinking"] if thinks else [])]
 
 
 class _Show(msgspec.Struct):

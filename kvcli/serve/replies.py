@@ -119,6 +119,9 @@ class Answers(Protocol):
     async def load(self, name: str) -> bool:
         """Have the model of that name ready, "" = the first one; whether it has a chat template. Raises KVError."""
 
+    async def unload(self, name: str) -> bool:
+        """Let go of the model of that name as soon as it writes no answer; whether that can be. Raises NoModel."""
+
     def named(self, name: str) -> str:
         """The model's own name where it is an alias of a loaded one."""
 

@@ -75,6 +75,10 @@ class Upstream:
             raise NoModel(f"there is no model {name[:200]!r} here", f"there is {self.name}")
         return True  # whether it has a chat template nobody tells: one without refuses messages
 
+    async def unload(self, name: str) -> bool:
+        await self.load(name)
+        return False  # it has one model, until it ends
+
     def named(self, name: str) -> str:
         return self.name if name in self.aliases else name
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
+from typing import Any
+
 import anthropic
 import ollama
 import pytest
-from serving import Server, alone
+from serving import Server, alone, open_engine, running, until
 
 from kvcli.options import SampleOptions
+from kvcli.words import human_count
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TWELVE = SampleOptions(temperature=0.0, max_tokens=12)
@@ -84,12 +88,17 @@ def test_ollama_s_chat_and_generate(llama: ollama.Client, server: Server) -> Non
     assert raw.response and raw.prompt_eval_count == len(server.engine.tokenizer.encode("Once"))
 
 
-def test_ollama_s_lists(llama: ollama.Client) -> None:
+def test_ollama_s_lists(llama: ollama.Client, server: Server) -> None:
     (listed,) = llama.list().models
     assert listed.model == "tiny" and listed.size > 1000 and len(listed.digest or "") == 64
     assert llama.ps().models[0].digest == listed.digest
     assert [model.model for model in llama.ps().models] == ["tiny"]
-    assert llama.show("tiny").modelinfo
+    shown = llama.show("tiny")
+    assert shown.modelinfo and shown.modified_at and shown.modelfile == "FROM tiny\n"
+    count = sum(prod(tensor.shape) for tensor in server.engine.loaded.file.tensors.values())
+    told = {"format": "gguf", "family": "llama", "families": ["llama"], "quantization_level": "F32"}
+    told |= {"parameter_size": human_count(count).replace(" ", ""), "parent_model": ""}
+    assert listed.details.model_dump() == shown.details.model_dump() == told
     with pytest.raises(ollama.ResponseError, match="no model"):
         llama.chat("other", HELLO)
     with pytest.raises(ollama.ResponseError, match="num_ctx' is 99999, and the context 512"):
@@ -99,3 +108,27 @@ def test_ollama_s_lists(llama: ollama.Client) -> None:
     assert llama.chat("tiny", HELLO, options={"num_ctx": 256, "num_predict": 1}).done
     with pytest.raises(ollama.ResponseError, match="no such sampling"):
         llama.chat("tiny", HELLO, options={"mirostat": 2})
+
+
+def test_a_model_that_is_to_go_goes_when_it_writes_no_answer() -> None:
+    others = {"tiny": open_engine, "second": lambda: open_engine("qwen2")}
+    with running(most=2, others=others, sampling=SampleOptions(max_tokens=200, ignore_eos=True)) as server:
+
+        def there() -> list[str]:
+            return [model["name"] for model in server.get("/api/ps").json()["models"]]
+
+        def gone(path: str, **call: Any) -> tuple[int, Any]:
+            found = server.post(path, {"stream": False, **call})
+            return found.status_code, found.json().get("done_reason")
+
+        assert gone("/api/generate", model="second")[1] == "load" and there() == ["tiny", "second"]
+        assert gone("/api/generate", model="second", keep_alive=0) == (200, "unload") and there() == ["tiny"]
+        assert gone("/api/generate", model="second", keep_alive="0s") == (200, "unload")  # it is gone already
+        assert gone("/api/chat", model="tiny", keep_alive=-1)[1] == "load" and there() == ["tiny"]
+        assert gone("/api/generate", prompt="x", keep_alive="0m") == (200, "length")
+        until(lambda: not there())
+        assert server.get("/metrics").status_code == server.get("/v1/models").status_code == 200
+        assert gone("/api/generate", prompt="x", keep_alive="1h30m") == (200, "length") and there() == ["tiny"]
+        assert gone("/api/generate", model="none", keep_alive=0)[0] == 404
+        for wrong in ("soon", "5", True, [0]):
+            assert gone("/api/generate", keep_alive=wrong)[0] == gone("/api/chat", keep_alive=wrong)[0] == 400

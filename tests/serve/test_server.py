@@ -7,14 +7,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Server, alone, open_engine, running
+from serving import Server, alone, open_engine, running, until
 
 from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, SampleOptions
@@ -22,13 +21,6 @@ from kvcli.serve import server as serverfile
 from kvcli.serve.app import Guard
 
 TEXTS = [f"{word} and {number}" for number, word in enumerate(["red", "green", "blue", "long " * 40] * 4)]
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_answers_under_load_are_those_of_single_runs(server: Server) -> None:
@@ -54,12 +46,12 @@ def test_a_client_that_goes_away_ends_its_answer() -> None:
             lines = stream.iter_lines()  # without a reference the stream is closed
             next(lines)
             assert server.get("/slots").json()["slots"][0]["state"] == "decode"
-        _until(lambda: server.host.loaded[0].worker.idle)
+        until(lambda: server.host.loaded[0].worker.idle)
         with pytest.raises(httpx.TimeoutException):
             httpx.post(
                 server.url + "/v1/chat/completions", json={**asked, "stream": False}, timeout=0.3, trust_env=False
             )
-        _until(lambda: server.host.loaded[0].worker.idle)
+        until(lambda: server.host.loaded[0].worker.idle)
         assert server.chat("x")["finish_reason"] == "length"
 
 
@@ -199,7 +191,7 @@ def test_a_stop_lets_answers_end(tmp_path: Path) -> None:
             target=lambda: text.append(server.chat("x", max_tokens=200, ignore_eos=True)["message"]["content"])
         )
         thread.start()
-        _until(lambda: bool(server.get("/slots").json()["slots"]))
+        until(lambda: bool(server.get("/slots").json()["slots"]))
     thread.join()
     assert text and text[0]
 
@@ -227,7 +219,7 @@ def test_a_stop_tells_those_whose_answers_it_cuts(monkeypatch: pytest.MonkeyPatc
     endless = SampleOptions(ignore_eos=True)
     with running(engine, parallel=6, sampling=endless) as server, ThreadPoolExecutor(len(calls)) as pool:
         found = [pool.submit(server.post, path, body) for path, body in calls]
-        _until(lambda: len(server.get("/slots").json()["slots"]) == len(calls))
+        until(lambda: len(server.get("/slots").json()["slots"]) == len(calls))
         server.stopping.set()
         chat, streamed, whole, claude, line, response = (each.result() for each in found)
     for each in (chat, streamed):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -81,6 +82,14 @@ def alone(engine: Engine, text: str | list[Mapping[str, Any]], options: SampleOp
     seq.close()
     assert isinstance(event, End)
     return "".join(pieces), event.ids
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextmanager

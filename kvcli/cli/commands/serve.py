@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from starlette.applications import Starlette
 
+    from kvcli.runtime.hub.inventory import Entry
     from kvcli.serve.app import Guard
     from kvcli.serve.host import Known, Served
 
@@ -193,10 +194,17 @@ def _called(model: str) -> str:
 def _known() -> list[Known]:
     """Models that are on this disk and run."""
     from kvcli.runtime.hub import inventory
-    from kvcli.serve.host import Known
 
     here = (each for each in inventory.entries() if each.path and not each.damaged and each.runs == "yes")
-    return [Known(each.name, each.size, each.arch, each.sha256) for each in here]
+    return [_as_known(each) for each in here]
+
+
+def _as_known(entry: Entry) -> Known:
+    from kvcli.runtime.hub import hubnames
+    from kvcli.serve.host import Known
+
+    quant = hubnames.quant_of(entry.path.name) if entry.path else ""
+    return Known(entry.name, entry.size, entry.arch, entry.sha256, entry.parameters, quant, entry.path)
 
 
 EXAMPLES = """

@@ -12,6 +12,7 @@ from kvcli.blockformats import FORMATS
 from kvcli.runtime.config import RECURRENT, LayerConfig, ModelConfig
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.titles import title_of
+from kvcli.runtime.hub import hubnames
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.text.template import ChatTemplate, template_note
 
@@ -114,6 +115,13 @@ def read_facts(file: ModelFile) -> ModelFacts:
         template_note=template_note(metadata, file.path.name),
         sampling=_sampling(metadata),
     )
+
+
+def weight_type_of(file: ModelFile) -> str:
+    """Q4_K_M, as a GGUF file is called; else the format that most bytes of its weights have. "" = there are none."""
+    if named := hubnames.quant_of(file.path.name if file.path.name.endswith(".gguf") else ""):
+        return named
+    return max(_quants(file), key=lambda share: share.nbytes).type if file.tensors else ""
 
 
 def _quants(file: ModelFile) -> tuple[QuantShare, ...]:
