@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcli.errors import ContextOverflow
+from kvcli.runtime.engine.terms import advised
 
 if TYPE_CHECKING:
     from kvcli.runtime.cache.eviction import Retention
@@ -49,19 +50,21 @@ def cut_text(
     ctx_size: int,
     room: int,
     could_hold: Callable[[int], bool],
+    answer: int = -1,
 ) -> tuple[list[int], Cut]:
     """`room` of the ids, and what is missing: the start or the middle of the user's text, the ids [start, end).
 
     Raises ContextOverflow where more would have to go than that; `could_hold`: whether a context of so many tokens
-    fits into memory, so that it can be advised.
+    fits into memory, so that it can be advised; `answer`: see `advised`.
     """
     (start, end), gone = text, len(ids) - room
     left = end - start - gone
     if left < 1:
+        size = advised(len(ids), answer, could_hold)
         raise ContextOverflow(
             f"the prompt has {len(ids):,} tokens, {gone:,} more than the {room:,} that fit beside an answer, and only"
             f" {end - start:,} of them are text that may be cut",
-            "shorten the system message" + (f", or use --ctx-size {len(ids)} or more" if could_hold(len(ids)) else ""),
+            "shorten the system message" + (f", or use --ctx-size {size} or more" if size else ""),
         )
     first = start if policy == START else start + -(-left // 2)
     return ids[:first] + ids[first + gone :], Cut(policy, len(ids), ctx_size, first, first + gone)

@@ -343,14 +343,10 @@ async def show(request: Request, serving: Engines, body: bytes) -> Response:
     metadata = served.worker.engine.loaded.file.metadata
     info = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float, bool))}
     template = served.text.template.source if served.text.template else ""
-    told = {
-        "template": template,
-        "details": _details(served.facts),
-        "model_info": info,
-        "capabilities": _capabilities(served),
-    }
-    told |= {"license": info.get("general.license", ""), "modified_at": _time(served.facts["modified"])}
-    return wire.object_response({"modelfile": f"FROM {served.name}\n", "parameters": "", **told})
+    told = {"template": template, "model_info": info, "license": info.get("general.license", "")}
+    facts = {"details": _details(served.facts), "modified_at": _time(served.facts["modified"])}
+    can: Json = {"capabilities": _capabilities(served)}
+    return wire.object_response({"modelfile": f"FROM {served.name}\n", "parameters": "", **told, **facts, **can})
 
 
 def _capabilities(served: Served) -> list[str]:

@@ -105,7 +105,7 @@ class Worker:
 
     def submit(self, work: Work) -> None:
         """Have it answered. Raises ContextOverflow, UsageError, Busy and Stopped."""
-        self.engine.terms.check_prompt(work.prompt.ids)
+        self.engine.terms.check_prompt(work.prompt.ids, answer=work.options[0].max_tokens)
         with self._change:
             if self._stopping:
                 raise Stopped("the server is stopping, or has failed")

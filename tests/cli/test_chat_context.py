@@ -138,6 +138,16 @@ def test_a_full_chat_goes_on_in_a_larger_context(kv, talk):
     assert kv.engine.ctx_size == 64
 
 
+def test_a_context_without_room_for_any_message_is_refused(kv, talk):
+    kv.engine.ctx_size = 200
+    least = len(" user: assistant: ") + 1  # as the fake template writes a message of nothing
+    outcome = talk(f"/ctx {least}", f"/ctx {least + 9}", "y" * 20, "hi")
+    assert f"error: /ctx {least} has no room for a message: what stands around each has {least} tokens" in outcome.err
+    assert "the context of 200 stays" in outcome.err and kv.engine.ctx_size == least + 9
+    told = f"the message needs {least + 20} tokens with the system message, 11 more than the context of {least + 9}"
+    assert f"{told}\n  the conversation is as it was; send less at a time" in outcome.err and outcome.out == "one\n"
+
+
 def test_a_chat_begins_to_forget_and_stops_it(kv, talk):
     kv.engine.ctx_size = 200
     script = (

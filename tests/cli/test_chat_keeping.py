@@ -69,7 +69,7 @@ def test_what_a_shorter_context_is_refused_with(kv):
     kv.engine.ctx_size = 200
     outcome = chat(kv, "first\n/ctx 10\n")
     told = "kv: error: line 2: the conversation has 27 tokens, more than a context of 10 holds\n"
-    hint = "  /ctx 27 or more holds it, /evict sink keeps the newest text only\n"
+    hint = "  /ctx 40 or more holds it, /evict sink keeps the newest text only\n"
     assert (outcome.code, outcome.err) == (2, told + hint)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcli.cli.overflow import Cut, answer_leaves, cut_text
 from kvcli.errors import ContextOverflow
 from kvcli.runtime.cache.eviction.window import Rolling
+from kvcli.runtime.engine.terms import advised
 
 
 @given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50), st.integers(1, 300), st.booleans())
@@ -41,6 +42,15 @@ def test_a_larger_context_is_advised_only_where_it_fits():
                 list(range(90)), (10, 15), "truncate-start", 60, 50, lambda tokens, fits=fits: fits and tokens == 90
             )
         assert raised.value.hint == "shorten the system message" + (", or use --ctx-size 90 or more" if fits else "")
+
+
+def test_the_context_that_is_advised_has_room_for_the_answer():
+    def fits(tokens: int) -> bool:
+        return tokens <= 6000
+
+    cases = [(90, -1), (90, 0), (900, 100), (900, 124), (4000, 200), (5000, -1), (5900, -1), (7000, -1)]
+    assert [advised(*case, fits) for case in cases] == [768, 256, 1024, 1024, 5120, 5000, 5900, 0]
+    assert advised(900, 500, fits, 1100) == 1100 and advised(1200, 500, fits, 1100) == 1792
 
 
 def test_room_for_the_answer():

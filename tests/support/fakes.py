@@ -178,7 +178,7 @@ class FakeEngine:
             layout=layout, ctx_size=self.ctx_size, check_prompt=self._check_prompt,
         )  # fmt: skip
 
-    def _check_prompt(self, ids: list[int]) -> None:
+    def _check_prompt(self, ids: list[int], answer: int = -1) -> None:
         if len(ids) > self.ctx_size:
             raise ContextOverflow(f"the prompt has {len(ids)} tokens, the context {self.ctx_size}")
 

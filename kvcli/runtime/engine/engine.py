@@ -378,7 +378,7 @@ class Engine:
         kept besides `seq`; see `prompt_caches`. `thinking`: how the answer to a chat is told apart from what the model
         thinks. `marks`: places of the prompt that later ones may start from. `tools`: which the answer may call.
         """
-        self.terms.check_prompt(prompt_ids, history)
+        self.terms.check_prompt(prompt_ids, history, options.max_tokens)
         if options.ignore_eos:
             banned = dict.fromkeys(self.tokenizer.eog_ids, float("-inf"))
             options = replace(options, logit_bias={**options.logit_bias, **banned})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvcli.errors import ContextOverflow, KVError, UsageError
@@ -13,6 +14,18 @@ from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.plan.plan import Budget, Drafting, Plan, Setting, plan_for_engine
+
+ANSWER_ROOM = 512  # tokens of an answer of which nobody says how long it may be
+
+
+def advised(prompt: int, answer: int, could_hold: Callable[[int], bool], trained: int = 0) -> int:
+    """Tokens of a context for such a prompt and its answer, rounded up, or as many as it was trained for; where these
+    do not fit into memory the prompt alone. 0 = nor does that. `answer`: its most tokens, -1 = nobody says."""
+    wanted = prompt + (ANSWER_ROOM if answer < 0 else max(1, answer))
+    step = 256 if wanted <= 4096 else 1024
+    rounded = -(-wanted // step) * step
+    sizes = [trained, prompt] if prompt < trained < rounded else [rounded, prompt]
+    return next((size for size in sizes if could_hold(size)), 0)
 
 
 @dataclass(frozen=True)
@@ -83,20 +96,20 @@ class Terms:
             return length
         return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
 
-    def check_prompt(self, ids: list[int], history: bool = False) -> None:
+    def check_prompt(self, ids: list[int], history: bool = False, answer: int = -1) -> None:
         """Raises UsageError for ids that are no prompt, ContextOverflow for more of them than the context has room for.
-        `history`: where old rows are evicted there may be."""
+        `history`: where old rows are evicted there may be; `answer`: tokens that it may have, -1 = nobody says."""
         config, retention = self.setting.config, self.layout.retention
         if not ids:
             raise UsageError("the prompt is empty", "give at least one token of text")
         if not 0 <= min(ids) <= max(ids) < config.vocab_size:
             raise UsageError(f"the prompt has token ids outside the vocabulary of {config.vocab_size:,}")
         if len(ids) > self.ctx_size and not (history and retention):
-            over = len(ids) - self.ctx_size
-            larger = f" or use `ctx={len(ids)}` or more (trained: {config.context_length:,})"
+            over, size = len(ids) - self.ctx_size, advised(len(ids), answer, self.could_hold, config.context_length)
+            larger = f" or use `ctx={size}` or more (trained: {config.context_length:,})" if size else ""
             raise ContextOverflow(
                 f"the prompt has {len(ids):,} tokens, {over:,} more than the context of {self.ctx_size:,}",
-                f"shorten it{larger if self.could_hold(len(ids)) else ''}",
+                f"shorten it{larger}",
             )
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcli.cli.answer import Job, answer, cache_facts, settle
+from kvcli.cli.commands.chat import room
 from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.totals import Totals
 from kvcli.cli.commands.chat.transcript import first_words
@@ -85,6 +86,13 @@ class ChatSession:
         except KVError:
             return 0
 
+    def _least(self) -> int:
+        """How many tokens a message of nothing has; 0 for a template that does not say."""
+        try:
+            return self.conversation.alone("")
+        except KVError:
+            return 0
+
     def _marks(self) -> list[Mark]:
         """Where messages of this chat, or of others with its system message, may start from."""
         turns = [Mark(at, marks.TURN) for at in self.conversation.turn_ends()[-TURNS:]]
@@ -115,7 +123,7 @@ class ChatSession:
         answered = False
         try:
             if self.engine.retention:
-                self._check_length(message)
+                room.check_message(self.engine.ctx_size, self.conversation.alone(message))
             answered = self._answer(lambda: self.conversation.add_user(message))
         except SystemExit:
             if not self.options.script and self.conversation.turns == turns:
@@ -136,7 +144,7 @@ class ChatSession:
         if file.tokens > free:
             raise ContextOverflow(
                 f"{name} has {counted(file.tokens, 'token')}, the context of {limit:,} has room for {max(0, free):,}",
-                f"the conversation is as it was; {self._larger(limit + file.tokens - free)}",
+                f"the conversation is as it was; {room.larger(limit, limit + file.tokens - free)}",
             )
         self.files.append(file)
         return file
@@ -209,15 +217,6 @@ class ChatSession:
         if not self._cleared:
             self.branches.save(self.conversation)
 
-    def _check_length(self, text: str) -> None:
-        needed, limit = self.conversation.alone(text), self.engine.ctx_size
-        if needed > limit:
-            raise ContextOverflow(
-                f"the message needs {needed:,} tokens with the system message, {needed - limit:,} more than the context"
-                f" of {limit:,}",
-                f"the conversation is as it was; send less at a time, or {self._larger(needed)}",
-            )
-
     def _answer(self, prompt: Callable[[], list[int]]) -> bool:
         """Generate after the ids of `prompt`. Without a single token the conversation stays as it was, and this is
         False."""
@@ -252,6 +251,8 @@ class ChatSession:
     def _check_conversation(self, n_tokens: int) -> None:
         limit = self.engine.ctx_size
         if n_tokens > limit and not self.engine.retention:
+            if not self.conversation.turns:  # there is nothing to forget
+                room.check_message(limit, n_tokens)
             raise ContextOverflow(
                 f"the conversation would have {n_tokens:,} tokens with this, {n_tokens - limit:,} more than the context"
                 f" of {limit:,}",
@@ -262,16 +263,10 @@ class ChatSession:
         """What may be done where the context is full of a conversation of `n_tokens`."""
         keep = "" if self.branches.saved_as else "/save NAME or "
         return (
-            f"{self._larger(n_tokens)}, /evict sink goes on without the oldest text, /undo takes the last turn back,"
+            f"{room.larger(self.engine.ctx_size, n_tokens)}, /evict sink goes on without the oldest text,"
+            " /undo takes the last turn back,"
             f" {keep}/export FILE keeps the text, /clear starts again"
         )
-
-    def _larger(self, n_tokens: int) -> str:
-        """A command for a context that has some room behind `n_tokens`."""
-        size = self.engine.ctx_size
-        while size * 3 < n_tokens * 4:
-            size *= 2
-        return f"/ctx {size} makes the context larger"
 
     def _account(self, result: Result) -> None:
         if result.ended_early:
@@ -337,13 +332,7 @@ class ChatSession:
         settled, before = evict, self.engine.doubts
         limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
         evicts = eviction.policy(evict.policy).retention is not None
-        if n_tokens > limit + 1 and not evicts:  # the token that fills it up has no row
-            shorter = limit < self.engine.ctx_size
-            holds = f"/ctx {n_tokens} or more holds it" if shorter else self._larger(n_tokens)
-            raise UsageError(
-                f"the conversation has {n_tokens:,} tokens, more than a context of {limit:,} holds",
-                f"{holds}, /evict sink keeps the newest text only",
-            )
+        room.check_size(limit, self._least(), n_tokens, self.engine.ctx_size, evicts)
         if evict.keep == eviction.WHOLE_PROMPT:
             settled = replace(evict, keep=self.conversation.system_tokens())
         self.caches.close()  # what stayed in the pool stayed there under the old terms
