@@ -16,7 +16,7 @@ import torch
 
 from kvcli.blockformats import FORMATS
 from kvcli.kernels import DeltaLayer, ExpertTensor, MambaLayer, QuantTensor
-from kvcli.kernels.gpu import compiled, past, states
+from kvcli.kernels.gpu import compiled, latentpast, past, states
 from kvcli.kernels.gpu.backend import GpuBackend
 from kvcli.kernels.gpu.chip import Chip, assumed
 from kvcli.kernels.gpu.launching import Variant, collecting
@@ -24,7 +24,7 @@ from kvcli.kernels.gpu.legs import BoundLegs, Legs
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.sample import uniforms
 from kvcli.options import CacheOptions
-from kvcli.runtime.config import ModelConfig, RopeConfig
+from kvcli.runtime.config import LATENT, Latents, ModelConfig, RopeConfig
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.graph import compiling
 from kvcli.runtime.engine.graph.batchgraph import BatchGraph
@@ -41,6 +41,7 @@ from kvcli.runtime.plan.plan import Budget
 META = torch.device("meta")
 PROMPT = 4 * past.LEAST_ROWS  # long enough to be read over a past apart
 OPTIONAL = ("ffn_gate.weight", "attn_v.weight")  # tensors that models here have where they could do without
+HEADS = Latents(128, 128)  # of DeepSeek V2 Lite, before they are compressed: recipes do not say
 BETTER = ("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")  # of which Q4_K_M has every other one as Q6_K
 
 
@@ -66,7 +67,8 @@ class Model:
         dims = {"dim_k": self.head_dim, "dim_v": self.head_dim} if self.head_dim else {}
         kinds = [replace(x, **dims) for x in dict.fromkeys(found.layers)]
         layers = tuple(replace(x, rope=RopeConfig(1e4, x.dim_k)) for x in kinds for _ in range(2))
-        return replace(found, layers=layers, attn_softcap=self.softcap)
+        latents = HEADS if any(x.kind == LATENT for x in layers) else None
+        return replace(found, layers=layers, attn_softcap=self.softcap, latents=latents)
 
     def type_of(self, name: str) -> str:
         """How the tensor of that name is stored."""
@@ -142,6 +144,7 @@ def launched(model: Model, cache: CacheOptions, chip: Chip) -> set[Variant]:
         mock.patch.object(compiling, "compile_all", collect),
         mock.patch.object(compiled, "mark_of", lambda device, *facts: Path(os.devnull, "none")),
         mock.patch.object(past, "library_takes", lambda *heads: True),
+        mock.patch.object(latentpast, "library_takes", lambda *heads: True),
     ):
         decoder = load(config, HollowWeights(model), GpuBackend(META))
         budget = Budget(1 << 42, "", 0, 0, CUDA)

@@ -50,6 +50,7 @@ CHIPS = {  # a card of each: A100, RTX 3060, RTX 4090, H100, B200, RTX 5090
 }  # fmt: skip
 REGISTERS, TENSOR_COLUMNS = 1 << 16, 512  # of a multiprocessor; of its tensor memory, where it has such
 SPILLED = 256  # bytes of a thread
+CONTEXT = 1 << 17  # tokens: long enough for every kernel that longer ones need
 PAIRS = [*((name, name) for name in CODECS), ("int8", "int4"), ("f16", "int8")]
 SOME = [(name, name) for name in ("f16", "int8", "int4")]
 CASES = {  # name: model, cache types
@@ -201,7 +202,7 @@ def wanted(names: Iterable[str], types: Iterable[str], sm: int) -> dict[Key, Var
         for pair in pairs:
             if not types or "/".join(pair) in types or pair[0] == pair[1] in types:
                 for setting in SETTINGS if name == "8b" else SETTINGS[:1]:
-                    cache = CacheOptions(ctx_size=8192, type_k=pair[0], type_v=pair[1], **setting)
+                    cache = CacheOptions(ctx_size=CONTEXT, type_k=pair[0], type_v=pair[1], **setting)
                     found |= {Key.of(variant): variant for variant in launched(model, cache, CHIPS[sm])}
     if "8b" in names:
         found |= {Key.of(variant): variant for variant in launched_by_states(CHIPS[sm])}
