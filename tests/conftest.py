@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Settings of whoever runs the tests are not those of the tests.
 os.environ["KV_CONFIG"] = "none"
 for _name in [name for name in os.environ if name.startswith(("KV_", "OLLAMA_", "LLAMA_ARG_"))]:
-    if _name not in ("KV_CONFIG", "KV_CPU_ISA", "KV_TEST_MODELS"):
+    if _name not in ("KV_CONFIG", "KV_CPU_ISA", "KV_TEST_MODELS", "KV_TEST_INTERPRET"):
         del os.environ[_name]
 
 

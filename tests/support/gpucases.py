@@ -11,7 +11,8 @@ import importlib
 import os
 import pkgutil
 import random
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,10 +22,11 @@ import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COMPILED = pytest.mark.skipif(DEVICE == "cpu", reason="takes long in Triton's interpreter")
-MORE = (
-    pytest.mark.thorough if DEVICE == "cpu" else ()
-)  # a case that takes its time there and differs little from others
+ASKED = os.environ.get("KV_TEST_INTERPRET", "").split(",")  # see CONTRIBUTING.md
+EVERY = DEVICE == "cuda" or "all" in ASKED
+COMPILED = pytest.mark.skipif(not EVERY, reason="takes long in Triton's interpreter (KV_TEST_INTERPRET=all runs it)")
+# A case that takes its time there and differs little from others:
+MORE = pytest.mark.thorough if DEVICE == "cpu" else ()
 
 
 def _import_kernels() -> None:
@@ -47,6 +49,11 @@ with mock.patch.dict(os.environ):
     _import_kernels()
     if DEVICE == "cpu":
         importlib.import_module("interpreting").hasten()
+        programs = importlib.import_module("programs")
+        programs.reorder(next((how for how in programs.ORDERS if how in ASKED), programs.ORDERS[0]))
+        if "watched" in ASKED:
+            ALWAYS = ExitStack()
+            ALWAYS.enter_context(programs.watched())
 
 from sealedcases import Cache, layout  # noqa: E402
 
@@ -64,6 +71,13 @@ from kvcli.runtime.cache.sequence import Part  # noqa: E402
 from kvcli.runtime.model.rope import RopeTable  # noqa: E402
 
 OPS = ReferenceBackend()
+
+
+@pytest.fixture
+def watched() -> Iterator[None]:
+    """In the interpreter no launch has programs that depend on their order, or accesses outside of tensors."""
+    with programs.watched() if DEVICE == "cpu" and "watched" not in ASKED else nullcontext():
+        yield
 
 
 class HalfCentres(RopeTable):
