@@ -24,7 +24,7 @@ from kvcli.runtime.engine.spec.pace import Drafted
 NEAR = 0.1  # of the deviation of logits
 CASES = [  # a model, whether a head guesses for it, cache types
     ("glm4moe-ahead", False, ("f16", "int4")), ("deepseek2-ahead", False, ("f16", "int8")),
-    ("llama", True, ("f16", "int4")),
+    ("llama", True, ("f16", "int4")), ("qwen35-ahead", False, ("f16", "int8")),
 ]  # fmt: skip
 
 

@@ -132,14 +132,16 @@ def test_several_requests_guess_in_one_step() -> None:
     engine.pool.check([])
 
 
-@pytest.mark.parametrize("codec", ["f16", "int8"])
-def test_guesses_behind_tokens_that_a_device_chose(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has computed the row of the newest token, too, whose logits are gone."""
-    engine, options = engine_of("llama", "native", codec), replace(DRAWN, max_tokens=60)
+@pytest.mark.parametrize(("variant", "codec"), [("llama", "f16"), ("llama", "int8"), ("qwen35", "int8")])
+def test_guesses_behind_tokens_that_a_device_chose(variant: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has computed the row of the newest token, too, whose logits are gone. Where a state could not go back behind
+    that row, it chooses none."""
+    engine, options = engine_of(variant, "native", codec), replace(DRAWN, max_tokens=60)
     expected = alone(engine, PROMPT[:30], replace(options, **OFF))
 
     def device_tokens(seq: Rows, history: list[int], sampler: Sampler, logits: torch.Tensor) -> Iterator[int]:
         known = list(history)
+        assert seq.states is None
         while True:
             known.append(sampler.sample(logits, known, len(known)))
             logits = engine.logits(engine.forward(seq, known[-1:]))[0]

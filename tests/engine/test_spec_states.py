@@ -8,16 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny
 from batches import alone, same, watched
 from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
 from erring import Erring, guessed
+from kernelcases import need_native
 from reusecases import NOWHERE, Told, store_in
 
-from kvcli.options import CacheOptions
+from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache.statelayout import GUESSED_ROWS
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.scheduler import Scheduler
-from kvcli.runtime.engine.spec.pace import ROWS, Judgement
+from kvcli.runtime.engine.spec.pace import ROWS, Drafted, Judgement
 
 FAMILIES = ("lfm2", "qwen35", "granitehybrid-dense", "falcon-h1", "nemotron_h", "qwen3next", "qwen35moe", "lfm2moe")
 OFF = {"spec": "off"}
@@ -52,6 +54,20 @@ def test_texts_guess(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = [*PROMPT[:20], *PROMPT[:30]]
     expected, found = alone(engine, prompt, replace(options, **OFF)), alone(engine, prompt, options)
     assert same(expected, found) and found.end.usage.drafted_tokens > 20
+    engine.pool.check([])
+
+
+@pytest.mark.parametrize(
+    ("variant", "codec"), [("qwen35-ahead", "int4"), ("qwen35moe-ahead", "int8"), ("qwen3next-ahead", "f16")]
+)
+def test_the_models_own_layer_guesses(variant: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    need_native()
+    monkeypatch.setattr(Drafted, "worth", lambda self, most: max(0, min(most, 3)))
+    load = LoadOptions(variant, 2, "native", mtp=True)
+    engine = Engine.open(tiny.make(variant).path, load, CacheOptions(320, codec, codec, page_size=16, ubatch=24))
+    for options in (replace(GREEDY, max_tokens=256), replace(DRAWN, max_tokens=40)):
+        plain, found = alone(engine, PROMPT[:50], replace(options, **OFF)), alone(engine, PROMPT[:50], options)
+        assert same(plain, found) and len(found.ids) == options.max_tokens < 2 * found.end.usage.drafted_tokens
     engine.pool.check([])
 
 

@@ -98,7 +98,10 @@ def next_layer(variant: Variant) -> tuple[Any, dict[str, torch.Tensor]]:
     whose last one it is, with the norm behind it; and, by their names in files, what stands before it."""
     n = variant.settings["num_hidden_layers"]
     n_tokens = len(tinyvocab.byte_level()[0]["tokenizer.ggml.tokens"])
-    model = reference_of(replace(variant, settings=variant.settings | {"num_hidden_layers": n + 1}), n_tokens)
+    settings = variant.settings | {"num_hidden_layers": n + 1}
+    if kinds := settings.get("layer_types"):
+        settings["layer_types"] = [*kinds, "full_attention"]
+    model = reference_of(replace(variant, settings=settings), n_tokens)
     d, generator = sizes_of(model).hidden_size, torch.Generator().manual_seed(9)
     norms = {x: 1 + 0.2 * torch.randn(d, generator=generator) for x in ("enorm", "hnorm")}
     return model, norms | {"eh_proj": 1.5 * (2 * d) ** -0.5 * torch.randn(d, 2 * d, generator=generator)}
@@ -110,7 +113,7 @@ def _of_next(variant: Variant, sizes: Any) -> list[tuple[str, torch.Tensor]]:
     prefix = f"blk.{sizes.num_hidden_layers}."
     keys = {key: value for key, value in variant.keys.items() if key != "nextn_predict_layers"}
     block = [each for each in tensors_of(replace(variant, keys=keys), model) if each[0].startswith(prefix)]
-    norm = ("shared_head_norm", model.model.norm.weight.data)
+    norm = ("shared_head_norm", model.model.norm.weight.data + family_of(variant).one_more)
     return [*block, *((f"{prefix}nextn.{part}.weight", x) for part, x in (*before.items(), norm))]
 
 

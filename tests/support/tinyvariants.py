@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import tinydense
 import tinyexperts
@@ -19,11 +20,18 @@ def family_of(variant: Variant) -> Family:
     return FAMILIES[variant.arch]
 
 
-# Not among those that every test of architectures runs: DeepSeek V3 with a layer that predicts further tokens.
+def _ahead(of: str, n: int, **settings: Any) -> Variant:
+    """A variant of so many layers, and one that predicts further tokens."""
+    known = VARIANTS[of]
+    keys = known.keys | {"nextn_predict_layers": 1, "block_count": n + 1}
+    return replace(known, settings=known.settings | {"num_hidden_layers": n} | settings, keys=keys)
+
+
+# Not among those that every test of architectures runs: with a layer that predicts further tokens.
 BESIDE = {
-    "deepseek2-ahead": replace(
-        VARIANTS["deepseek2"],
-        settings=VARIANTS["deepseek2"].settings | {"num_hidden_layers": 2},
-        keys=VARIANTS["deepseek2"].keys | {"nextn_predict_layers": 1, "block_count": 3},
-    )
+    "deepseek2-ahead": _ahead("deepseek2", 2),
+    **{
+        f"{of}-ahead": _ahead(of, 2, layer_types=["linear_attention", "full_attention"])
+        for of in ("qwen35", "qwen35moe", "qwen3next")
+    },
 }

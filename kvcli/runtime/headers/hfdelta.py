@@ -6,10 +6,17 @@ import re
 
 import numpy as np
 
+from kvcli.runtime.headers import families
 from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.presented import Presented
+from kvcli.runtime.model.mixerkeys import delta_nets, neighbouring_delta_nets
 
 _OF_VALUES = re.compile(r"\.(attn_qkv|attn_gate|ssm_(?:beta|alpha|conv1d|a|dt|out))(?:\.(?:weight|bias))?$")
+
+
+def is_delta(config: HFConfig) -> bool:
+    """Whether layers of the family are gated delta networks."""
+    return families.of_gguf(families.gguf_name(config.model_type)).mixers in (delta_nets, neighbouring_delta_nets)
 
 
 def with_signs(tensor: Presented) -> Presented:
@@ -22,10 +29,10 @@ def with_signs(tensor: Presented) -> Presented:
 
 def as_in_files(tensor: Presented, config: HFConfig) -> Presented:
     """Besides, value heads that share a key head are neighbours in folders, while files have the first one of each key
-    head, then the second ones."""
-    tensor = with_signs(tensor)
+    head, then the second ones, but for those of Qwen3-Next."""
+    tensor, family = with_signs(tensor), families.of_gguf(families.gguf_name(config.model_type))
     found = _OF_VALUES.search(tensor.name)
-    if found is None:
+    if found is None or family.mixers is neighbouring_delta_nets:
         return tensor
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
     dim = config.count("linear_value_head_dim") if found[1] in _WIDE else 1

@@ -22,7 +22,6 @@ from kvcli.runtime.headers.hfconfig import HFConfig
 from kvcli.runtime.headers.hfrope import factor_tensors
 from kvcli.runtime.headers.presented import Presented
 from kvcli.runtime.model.archs import RUNNABLE
-from kvcli.runtime.model.mixerkeys import delta_nets, neighbouring_delta_nets
 from kvcli.words import listed
 
 _ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")  # norms multiply by 1 + w, and files hold that
@@ -70,6 +69,11 @@ _NEXT_NAMES = {
     "embed_tokens.weight": "nextn.embed_tokens.weight", "shared_head.norm.weight": "nextn.shared_head_norm.weight",
     "shared_head.head.weight": "nextn.shared_head_head.weight",
 }  # fmt: skip
+# What Qwen's folders call the same, apart from the layers of the model.
+_QWEN_NEXT = {
+    "fc.weight": "eh_proj.weight", "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight", "norm.weight": "shared_head.norm.weight",
+}  # fmt: skip
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -79,13 +83,13 @@ def present(sources: Mapping[str, Source], data: Mapping[str, Any], config: HFCo
     Raises ModelError for a tensor without a name there, and for one that is missing.
     """
     arch = families.gguf_name(config.model_type)
-    names = _names(arch, config.n_layers + config.count("num_nextn_predict_layers", default=0))
+    names = _names(arch, config.n_layers + _ahead(config))
     tied = data.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     found: dict[str, Presented] = {}
     experts: dict[str, dict[int, Presented]] = {}
     embedding: Source | None = None
     for original, source in sources.items():
-        spelled = _spelled(original)
+        spelled = _of_next(_spelled(original), config)
         if _left_out(spelled, config) or (spelled == "lm_head.weight" and tied):
             continue
         if parts := {part.name: part for part in hfexperts.together(spelled, source, config)}:
@@ -158,6 +162,21 @@ def _spelled(name: str) -> str:
     return name
 
 
+def _ahead(config: HFConfig) -> int:
+    """How many layers predict further tokens, as far as kv runs them: of Qwen's the first one alone."""
+    if config.count("mtp_num_hidden_layers", default=0) and hfdelta.is_delta(config):
+        return 1
+    return config.count("num_nextn_predict_layers", default=0)
+
+
+def _of_next(name: str, config: HFConfig) -> str:
+    """Of a tensor of Qwen's first layer that predicts further tokens, the name that others have for it."""
+    if not name.startswith("mtp.") or not hfdelta.is_delta(config) or not _ahead(config):
+        return name
+    part = name.removeprefix("mtp.").removeprefix("layers.0.")
+    return f"model.layers.{config.n_layers}.{_QWEN_NEXT.get(part, part)}" if part[:7] != "layers." else name
+
+
 def _left_out(name: str, config: HFConfig) -> bool:
     """Whether a tensor is no part of the language model, or is computed from the config.
 
@@ -166,7 +185,7 @@ def _left_out(name: str, config: HFConfig) -> bool:
     if _ELSEWHERE.match(name) or _COMPUTED.search(name):
         return True
     layer, n_layers = _COUNTED.match(name), config.n_layers
-    if layer is None or int(layer[1]) < n_layers + config.count("num_nextn_predict_layers", default=0):
+    if layer is None or int(layer[1]) < n_layers + _ahead(config):
         return False
     raise ModelError(
         f"{config.called('num_hidden_layers')} in config.json is {n_layers}, and the folder has the tensor {name}",
@@ -180,10 +199,8 @@ def _as_in_files(tensor: Presented, arch: str, config: HFConfig) -> Presented:
         return tensor.then(lambda values: values + np.float32(1))
     if tensor.name.endswith(("shortconv.conv.weight", "ssm_conv1d.weight")):  # of one channel each
         tensor = tensor.then(lambda values: values.reshape(len(values), -1), (tensor.shape[0], tensor.shape[-1]))
-    if families.of_gguf(arch).mixers is delta_nets:
+    if hfdelta.is_delta(config):
         return hfdelta.as_in_files(tensor, config)
-    if families.of_gguf(arch).mixers is neighbouring_delta_nets:
-        return hfdelta.with_signs(tensor)
     if ".ssm_" in tensor.name:
         tensor = hfmamba.as_in_files(tensor, config)
     if arch == "falcon-h1":

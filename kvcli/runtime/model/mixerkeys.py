@@ -49,8 +49,9 @@ def _mamba(keys: Keys) -> Mamba:
 
 
 def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:
-    """Gated delta networks in all layers but one in so many, or but those that are named. llama.cpp's keys are those of
-    Mamba: the state size is that of a key head, groups are key heads, and time steps have the rank of value heads."""
+    """Gated delta networks in all layers but one in so many, or but those that are named; layers that predict further
+    tokens have attention. llama.cpp's keys are those of Mamba: the state size is that of a key head, groups are key
+    heads, and time steps have the rank of value heads."""
     dim_k = keys.integer("ssm.state_size", limit=MAX_HEAD)
     key_heads, value_heads = (keys.integer(f"ssm.{x}", limit=4096) for x in ("group_count", "time_step_rank"))
     inner, kernel = keys.integer("ssm.inner_size", limit=1 << 20), keys.integer("ssm.conv_kernel", limit=MAX_CONV)
@@ -62,11 +63,13 @@ def delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:
     mixer = DeltaNet(key_heads, value_heads, dim_k, inner // value_heads, kernel)
     named = keys.get("attention.recurrent_layers")
     every = keys.integer("full_attention_interval", 4, limit=4096)
+    n_run = n_layers - keys.integer("nextn_predict_layers", 0, limit=n_layers, zero=True)
+    recurrent = [(i + 1) % every != 0 for i in range(n_run)]
     if named is not None:
-        if not isinstance(named, (list, tuple)) or len(named) != n_layers:
+        if not isinstance(named, (list, tuple)) or len(named) not in (n_run, n_layers):
             raise ModelError(f"the GGUF key {keys.arch}.attention.recurrent_layers must name {n_layers} layers")
-        return [mixer if each else None for each in named]
-    return [mixer if (i + 1) % every else None for i in range(n_layers)]
+        recurrent = [bool(each) for each in named[:n_run]]
+    return [mixer if each else None for each in (*recurrent, *[False] * (n_layers - n_run))]
 
 
 def neighbouring_delta_nets(keys: Keys, n_layers: int) -> list[Mixer | None]:

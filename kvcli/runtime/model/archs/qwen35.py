@@ -1,7 +1,7 @@
 """Qwen3.5, 3.6 and 3.8, the dense models: gated delta networks, and in every fourth layer attention behind a gate.
 
 Its RoPE turns a quarter of each head, sections of it by time, height and width, which are one position where there is
-only text. The layer that predicts a further token is not run.
+only text. The layer that predicts a further token has attention.
 """
 
 from __future__ import annotations

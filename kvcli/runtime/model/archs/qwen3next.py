@@ -1,5 +1,4 @@
-"""Qwen3-Next: as qwen35moe.py, but that value heads of gated delta networks have the key head of their neighbours.
-Further tokens are not predicted."""
+"""Qwen3-Next: as qwen35moe.py, but that value heads of gated delta networks have the key head of their neighbours."""
 
 from __future__ import annotations
 
