@@ -88,9 +88,20 @@ def chosen(engine: Engine, full: Sequence, source: Sequence, place: chunks.Place
     return sorted((far.topk(count).indices + place.lo).tolist())
 
 
+def blend(engine: Engine, seq: Sequence, ids: list[int], places: list[chunks.Place], alone: Engine,
+          sources: list[Sequence], repair: int = chunks.REPAIR, gate: int = chunks.GATE,
+          limit: float = chunks.LIMIT) -> list[chunks.Moved]:  # fmt: skip
+    """`chunks.put` at all of these places, compared until one of them has passed, as prompts of kv are."""
+    found: list[chunks.Moved] = []
+    for place in places:
+        compared = 0 if any(each.passed for each in found) else gate
+        found.append(chunks.put(engine, seq, ids, place, alone, sources[place.chunk], repair, compared, limit))
+    return found
+
+
 def blend_chosen(engine: Engine, seq: Sequence, ids: list[int], full: Sequence, places: list[chunks.Place],
                  sources: list[Sequence]) -> None:  # fmt: skip
-    """As `chunks.blend` with rows that are chosen one by one."""
+    """As `blend` with rows that are chosen one by one."""
     for place in places:
         again = set(chosen(engine, full, sources[place.chunk], place))
         chunks.compute(engine, seq, ids[seq.length : place.at + place.lo])
@@ -143,13 +154,13 @@ def main() -> None:
         for n in (*FIRST, -1, None):
             seq, began = engine.new_sequence(), time.process_time()
             if n is None:
-                moved = chunks.blend(engine, seq, ids, places, alone, sources, limit=math.inf)
+                moved = blend(engine, seq, ids, places, alone, sources, limit=math.inf)
                 copied = sum(each.copied for each in moved)
             elif n < 0:
                 blend_chosen(engine, seq, ids, full, places, sources)
                 copied = sum(round((1 - CHOSEN) * (p.hi - p.lo)) for p in places)
             else:
-                moved = chunks.blend(engine, seq, ids, places, alone, sources, n, 0)
+                moved = blend(engine, seq, ids, places, alone, sources, n, 0)
                 copied = sum(each.copied for each in moved)
             blended = time.process_time() - began
             mine, _, seconds = answer(engine, seq, ids, tokens)

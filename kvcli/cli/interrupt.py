@@ -108,7 +108,7 @@ def as_object(code: int) -> dict[str, Any]:
     return {"code": code, "message": "interrupted" if code == EXIT_INTERRUPTED else "terminated", "hint": None}
 
 
-def last_words(code: int, as_json: bool = False, remark: str = "", text: str = "") -> None:
+def last_words(code: int, as_json: bool, remark: str = "", text: str = "") -> None:
     """For `on_leave`: an error object where JSON is expected, with the `text` so far; a terminal gets its line and
     cursor back."""
     if as_json:

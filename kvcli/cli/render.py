@@ -29,7 +29,7 @@ SPARED_FOR = 24  # columns of a terminal that the last column of a table should 
 _PLAIN_PERIOD_S = 5.0  # with --progress on and no terminal: one line that often
 
 
-def use_color(stream: TextIO, when: When = When.auto) -> bool:
+def use_color(stream: TextIO, when: When) -> bool:
     """Whether color codes may be written to this stream; stdout and stderr are judged apart."""
     if when is not When.auto:
         return when is When.always

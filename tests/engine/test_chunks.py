@@ -37,6 +37,17 @@ def _keys(seq: Sequence, layer: int, lo: int, hi: int) -> torch.Tensor:
     return torch.cat([k for _, k, _ in chunks._rows(seq.views()[group][index], lo, hi)])
 
 
+def blend(engine: Engine, seq: Sequence, ids: list[int], places: list[chunks.Place], alone: Engine,
+          sources: list[Sequence], repair: int = chunks.REPAIR, gate: int = chunks.GATE,
+          limit: float = chunks.LIMIT) -> list[chunks.Moved]:  # fmt: skip
+    """`chunks.put` at all of these places, compared until one of them has passed, as prompts of kv are."""
+    found: list[chunks.Moved] = []
+    for place in places:
+        compared = 0 if any(each.passed for each in found) else gate
+        found.append(chunks.put(engine, seq, ids, place, alone, sources[place.chunk], repair, compared, limit))
+    return found
+
+
 @pytest.mark.parametrize("backend", ("reference", "native"))
 @pytest.mark.parametrize("variant", ("llama", "qwen3", "gemma3"))
 def test_keys_of_the_first_layer_are_those_of_their_new_places(variant: str, backend: str):
@@ -67,7 +78,7 @@ def test_what_is_repaired_wholly_is_the_whole_prompt(types: str):
     far = []
     for repair in (1000, 64, 0):
         seq = engine.new_sequence()
-        moved = chunks.blend(engine, seq, WHOLE, places, alone, sources, repair, 0)
+        moved = blend(engine, seq, WHOLE, places, alone, sources, repair, 0)
         assert sum(each.copied for each in moved) == sum(max(0, n - repair) for n in (150, 130))
         chunks.compute(engine, seq, WHOLE[seq.length : -1])
         last = engine.logits(engine.forward(seq, WHOLE[-1:]))[0].log_softmax(-1)
@@ -84,7 +95,7 @@ def test_what_is_repaired_wholly_is_the_whole_prompt(types: str):
 def test_a_document_at_the_very_beginning_is_exact():
     engine = open_tiny("llama", "native", CacheOptions(512, page_size=16))
     ids, source, seq = FIRST + AFTER, _alone(engine, FIRST), engine.new_sequence()
-    (moved,) = chunks.blend(engine, seq, ids, chunks.find(ids, [FIRST], 64), engine, [source])
+    (moved,) = blend(engine, seq, ids, chunks.find(ids, [FIRST], 64), engine, [source])
     assert moved == chunks.Moved(chunks.Place(0, 0, 0, 150), 150) and seq.shares and not seq.losses()
     chunks.compute(engine, seq, ids[150:-1])
     assert torch.equal(engine.logits(engine.forward(seq, ids[-1:])), fresh(engine, ids))
@@ -95,15 +106,15 @@ def test_above_the_limit_all_is_computed():
     sources = [_alone(engine, FIRST), _alone(engine, SECOND)]
     places = chunks.find(WHOLE, [FIRST, SECOND], 64)
     seq = engine.new_sequence()
-    found = chunks.blend(engine, seq, WHOLE, places, engine, sources, limit=math.inf)
+    found = blend(engine, seq, WHOLE, places, engine, sources, limit=math.inf)
     assert found[0].copied == 150 - chunks.REPAIR - chunks.GATE - chunks.ASKED and found[0].divergence > 0
     assert found[1] == chunks.Moved(places[1], 130 - chunks.REPAIR), "only the first is compared"
     seq.close()
     for limit, passes in ((found[0].divergence, True), (0.999 * found[0].divergence, False)):
-        first = chunks.blend(engine, seq, WHOLE, places, engine, sources, limit=limit)[0]
+        first = blend(engine, seq, WHOLE, places, engine, sources, limit=limit)[0]
         assert first.divergence == found[0].divergence and bool(first.copied) == passes
         seq.close()
-    refused = chunks.blend(engine, seq, WHOLE, places, engine, sources, limit=0.0)
+    refused = blend(engine, seq, WHOLE, places, engine, sources, limit=0.0)
     assert not any(each.copied for each in refused) and all(each.divergence for each in refused), "none has passed"
     assert seq.moved is None
     last = chunks.compute(engine, seq, WHOLE[seq.length :])[-1:]
@@ -114,7 +125,7 @@ def test_above_the_limit_all_is_computed():
 def test_a_divergence_is_that_of_rows_behind_copied_ones(variant: str):
     engine = open_tiny(variant, "native", CacheOptions(512, page_size=16))
     source, seq, ids = _alone(engine, FIRST), engine.new_sequence(), BEFORE + FIRST + AFTER
-    (found,) = chunks.blend(engine, seq, ids, chunks.find(ids, [FIRST], 64), engine, [source], limit=math.inf)
+    (found,) = blend(engine, seq, ids, chunks.find(ids, [FIRST], 64), engine, [source], limit=math.inf)
     lo, gate, asked = chunks.REPAIR, chunks.GATE, chunks.ASKED
     full = _logits(engine, engine.new_sequence(), BEFORE + FIRST[: lo + gate + asked])[-asked:]
     again, blended = _alone(engine, FIRST[: lo + gate]), _alone(engine, BEFORE + FIRST[:lo])
@@ -135,7 +146,7 @@ def test_a_document_that_begins_the_prompt_passes_for_none_behind_it():
     sources, ids = [_alone(alone, FIRST), _alone(alone, SECOND)], FIRST + SECOND + AFTER
     places, seq = chunks.find(ids, [FIRST, SECOND], 64), engine.new_sequence()
     for limit in (math.inf, 0.0):
-        first, second = chunks.blend(engine, seq, ids, places, alone, sources, limit=limit)
+        first, second = blend(engine, seq, ids, places, alone, sources, limit=limit)
         assert first.copied and first.divergence is None
         assert second.divergence and bool(second.copied) == (limit > 0)
         seq.close()

@@ -84,7 +84,7 @@ def test_every_whole_answer_is_of_the_schema(engine: Engine, schema: Any, seed: 
 
 def test_a_regular_expression_and_a_grammar(engine: Engine) -> None:
     for temperature in (0.0, 2.0):
-        text, end = answer(engine, grammar.regex("(yes|no), [0-9]{4}"), temperature=temperature)
+        text, end = answer(engine, grammar.lark("start: /(yes|no), [0-9]{4}/"), temperature=temperature)
         assert re.fullmatch("(yes|no), [0-9]{4}", text) and end.finish_reason == "stop"
         text, end = answer(engine, grammar.lark('start: "a" (" " WORD)*\nWORD: /[xyz]+/'), temperature=temperature)
         assert re.fullmatch("a( [xyz]+)*", text)
@@ -92,7 +92,7 @@ def test_a_regular_expression_and_a_grammar(engine: Engine) -> None:
 
 def test_a_tokenizer_is_let_go_of_with_its_model() -> None:
     engine = open_tiny("llama", "native", CacheOptions(ctx_size=64))
-    found = answer(engine, grammar.regex("a+b"), max_tokens=4)
+    found = answer(engine, grammar.lark("start: /a+b/"), max_tokens=4)
     assert found[0].startswith("a")
     known = ref(engine.tokenizer)
     del engine
@@ -101,7 +101,7 @@ def test_a_tokenizer_is_let_go_of_with_its_model() -> None:
 
 
 def test_two_of_one_seed_are_alike_and_others_are_free(engine: Engine) -> None:
-    source = grammar.regex("[a-z]{8}")
+    source = grammar.lark("start: /[a-z]{8}/")
     assert answer(engine, source)[0] == answer(engine, source)[0] != answer(engine, source, seed=6)[0]
     free = SampleOptions(temperature=1.0, seed=5, max_tokens=20)
     before = list(engine.generate(engine.new_sequence(), [5, 6, 7], free))[-1]
@@ -115,7 +115,7 @@ def test_thinking_is_free_and_what_follows_is_not(engine: Engine) -> None:
         STYLES[:1], "<think>", "", frozenset(), lambda text: tokenizer.encode(text, add_bos=False), budget=9
     )
     for seed in range(5):  # with some of them the model would end while it thinks
-        text, end = answer(engine, grammar.regex("[0-9]{3}"), thinking, seed=seed)
+        text, end = answer(engine, grammar.lark("start: /[0-9]{3}/"), thinking, seed=seed)
         assert re.fullmatch(r"\s*[0-9]{3}", text) and end.usage.reasoning_tokens >= 9
         assert not re.fullmatch(r"\s*[0-9]*", end.raw.split("</think>")[0].removeprefix("<think>"))
 
@@ -134,8 +134,7 @@ def test_thinking_is_free_and_what_follows_is_not(engine: Engine) -> None:
         (grammar.json_schema, {"anyOf": [{}, {"$ref": "#/$defs/no"}]}, r"at \$\.anyOf\[1\]: "),
         (grammar.json_schema, {"const": "\ud800"}, "cannot be followed"),
         (grammar.json_schema, {"type": "integer", "minimum": 10**40}, "cannot be followed"),
-        (grammar.regex, "(", "cannot be followed"),
-        (grammar.regex, "\ud800", "cannot be followed"),
+        (grammar.lark, "start: /(/", "cannot be followed"),
         (grammar.lark, "start: \ud800", "cannot be followed"),
         (grammar.lark, "start: missing", "missing"),
         (grammar.lark, "", "cannot be followed"),

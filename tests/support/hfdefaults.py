@@ -21,6 +21,25 @@ KIND_LETTERS = {
     "full_attention": "F", "sliding_attention": "S", "chunked_attention": "C", "linear_attention": "R", "conv": "K",
 }  # fmt: skip
 
+# What a class of transformers assumes where the file says nothing, as far as shape and arithmetic go.
+WITH_DEFAULTS = {
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window", "use_sliding_window"),
+    *("max_window_layers", "attention_chunk_size", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
+    *("qk_nope_head_dim", "index_head_dim", "num_kv_shared_layers", "num_experts", "num_experts_per_tok"),
+    *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"),
+    *("mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_expand", "mamba_num_heads", "mamba_head_dim"),
+    *("mamba_n_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "conv_L_cache"),
+    *("attn_layer_period", "attn_layer_offset", "multi_query", "new_decoder_architecture", "attention_k_eq_v"),
+    *("rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta", "attn_logit_softcapping"),
+    *("final_logit_softcapping", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier"),
+    *("attention_multiplier", "logits_scaling", "logit_scale", "no_rope_layer_interval", "lru_width", "conv1d_width"),
+    *("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "use_qk_norm", "n_group", "topk_group"),
+    *("interleave_moe_layer_step", "decoder_sparse_step", "hidden_size_per_layer_input", "laurel_rank"),
+    *("original_max_position_embeddings", "altup_num_inputs", "altup_active_idx", "intermediate_size_mlp"),
+}  # fmt: skip
+
 # Families whose shape kv does not read: layers that are run several times, or that keep something else.
 NOT_PLANNED = (
     *(
@@ -98,8 +117,8 @@ def defaults_of(cls: Any) -> dict[str, Any]:
     ours = {theirs: name for name, theirs in cls.attribute_map.items()}
     found = {}
     for each in fields(cls):
-        name = each.name if each.name in hfconfig.WITH_DEFAULTS else hfconfig.name_of(ours.get(each.name, each.name))
-        if name in hfconfig.WITH_DEFAULTS and each.default not in (MISSING, None):
+        name = each.name if each.name in WITH_DEFAULTS else hfconfig.name_of(ours.get(each.name, each.name))
+        if name in WITH_DEFAULTS and each.default not in (MISSING, None):
             found[name] = each.default
     if kv_heads := getattr(getattr(cls(), "attn_config", None), "kv_n_heads", None):
         found["num_key_value_heads"] = kv_heads

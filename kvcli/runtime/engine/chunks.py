@@ -166,18 +166,6 @@ def compute(engine: Engine, seq: Sequence, ids: Some[int]) -> torch.Tensor:
     return torch.cat(hidden) if hidden else torch.empty(0, engine.config.d_model)
 
 
-def blend(
-    engine: Engine, seq: Sequence, ids: list[int], places: Some[Place], alone: Engine, sources: Some[Sequence],
-    repair: int = REPAIR, gate: int = GATE, limit: float = LIMIT,
-) -> list[Moved]:  # fmt: skip
-    """`put` the chunks at all of these places, the sequences of `sources`, and compare until one of them has passed."""
-    found: list[Moved] = []
-    for place in places:
-        compared = 0 if any(each.passed for each in found) else gate
-        found.append(put(engine, seq, ids, place, alone, sources[place.chunk], repair, compared, limit))
-    return found
-
-
 @torch.inference_mode()
 def put(
     engine: Engine, seq: Sequence, ids: list[int], place: Place, alone: Engine, source: Sequence,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import itertools
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Token
 from kvcli.runtime.evaluate.contextline import ContextLine, fit
+from kvcli.runtime.evaluate.rates import WARMUP_TOKENS, Rates
 from kvcli.runtime.host.device import Device
 from kvcli.runtime.host.machine import ProbeFailed
 from kvcli.runtime.host.measuring import measure
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvcli.runtime.promptcache.lookup import PromptCaches
 
 PROMPT, GENERATION = "pp", "tg"
-_WARMUP_TOKENS = 8  # of a generation: kernels, pages and graphs are there afterwards
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Speed:
+class Speed(Rates):
     """`rates`: tokens a second of each repetition. `gaps`: seconds between tokens, of all repetitions together.
 
     `read_bytes`: what one generated token reads, half-way through the test; 0 for a prompt.
@@ -68,15 +67,6 @@ class Speed:
     rates: tuple[float, ...]
     gaps: tuple[float, ...]
     read_bytes: int
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rates)
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation of the rates; a single one has none."""
-        return statistics.stdev(self.rates) if len(self.rates) > 1 else None
 
     def gap(self, share: float) -> float | None:
         """The time between two tokens, in seconds, that this share of them does not exceed; None for a prompt."""
@@ -140,7 +130,7 @@ def _once(engine: Engine, seq: Sequence, ids: list[int], case: Case, number: int
         fresh, most = chance.choices(range(engine.config.vocab_size), k=case.tokens), 1
     else:
         fresh = chance.choices(range(engine.config.vocab_size), k=1)
-        most = 1 + (case.tokens if number >= 0 else min(case.tokens, _WARMUP_TOKENS))
+        most = 1 + (case.tokens if number >= 0 else min(case.tokens, WARMUP_TOKENS))
     options = SampleOptions(temperature=0.0, max_tokens=most, ignore_eos=True, spec="off")
     times, end = [], None
     for event in engine.generate(seq, ids[: case.depth] + fresh, options):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.spec import OFF
+from kvcli.runtime.evaluate.rates import WARMUP_TOKENS, Rates
 from kvcli.runtime.evaluate.tasks import filler
 from kvcli.runtime.promptcache.prefixpages import common_length
 
@@ -24,11 +25,10 @@ if TYPE_CHECKING:
 COPYING, PROSE = "copying", "prose"
 ARMS = (COPYING, PROSE)
 _ASKED = {COPYING: "\n\nOnce more, word by word:\n\n", PROSE: "\n\nWhat I think of this is"}
-_WARMUP_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Guessed:
+class Guessed(Rates):
     """Answers of one arm behind prompts of `prompt` tokens: tokens a second behind the first one, of each repetition,
     with guesses and without. `same`: tokens that both have in common, of all."""
 
@@ -41,10 +41,6 @@ class Guessed:
     accepted: int
     steps: int
     same: int
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rates)
 
     @property
     def plain(self) -> float:
@@ -84,7 +80,7 @@ def _measured(
     guessed, plain, prompt = list[End](), list[End](), list[int]()
     for number in range(-int(warmup), repetitions):
         prompt = _prompt(engine, arm, length, number)
-        most = tokens if number >= 0 else min(tokens, _WARMUP_TOKENS)
+        most = tokens if number >= 0 else min(tokens, WARMUP_TOKENS)
         both = [_answer(engine, prompt, each, most) for each in (method, OFF)[:: 1 if number % 2 else -1]]
         if number >= 0:
             first, second = both if number % 2 else reversed(both)

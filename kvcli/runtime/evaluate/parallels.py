@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import DoesNotFit
 from kvcli.options import SampleOptions
+from kvcli.runtime.evaluate.rates import WARMUP_TOKENS, Rates
 from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.request import Request
 
-_WARMUP_TOKENS = 8
-
 
 @dataclass(frozen=True)
-class Parallel:
+class Parallel(Rates):
     """`sequences` at a time, each of which wrote `tokens` behind `depth` ones. `rates`: tokens a second of all, of each
     repetition. `read_bytes`: what a step reads, half-way: weights once, and the rows of every sequence."""
 
@@ -32,15 +30,6 @@ class Parallel:
     tokens: int
     rates: tuple[float, ...]
     read_bytes: int
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.rates)
-
-    @property
-    def deviation(self) -> float | None:
-        """Standard deviation of the rates; a single one has none."""
-        return statistics.stdev(self.rates) if len(self.rates) > 1 else None
 
     @property
     def step_s(self) -> float:
@@ -77,7 +66,7 @@ def run(
                     seqs.append(_deep(engine, depth, len(seqs)))
                     held.callback(seqs[-1][0].close)
                 if warmup:
-                    _once(engine, seqs[:count], depth, min(tokens, _WARMUP_TOKENS), -1)
+                    _once(engine, seqs[:count], depth, min(tokens, WARMUP_TOKENS), -1)
                 rates = tuple(_once(engine, seqs[:count], depth, tokens, number) for number in range(repetitions))
                 yield Parallel(count, depth, tokens, rates, _read_bytes(engine, count, depth + 1 + tokens // 2))
 

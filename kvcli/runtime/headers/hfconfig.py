@@ -18,7 +18,6 @@ from kvcli.errors import ModelError
 from kvcli.runtime.headers.shapes import Given, flag_of
 
 MAX_LAYERS = 4096
-LETTERS = "FSCRK"  # kinds of layers: full, sliding, chunked, recurrent, short convolution
 
 # One name for each size, and its other spellings.
 _SPELLINGS = {
@@ -56,25 +55,6 @@ _TABLES = ("attn_config", "ffn_config")
 # Where models that also see or hear have their language model.
 _NESTS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "text_model")
 _NOT_LANGUAGE = ("vision", "audio", "image", "speech", "talker", "draft")
-
-# What a class of transformers assumes where the file says nothing, as far as the shape and the arithmetic go.
-WITH_DEFAULTS = {
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
-    *("intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window", "use_sliding_window"),
-    *("max_window_layers", "attention_chunk_size", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim"),
-    *("qk_nope_head_dim", "index_head_dim", "num_kv_shared_layers", "num_experts", "num_experts_per_tok"),
-    *("moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace"),
-    *("mamba_d_state", "mamba_d_conv", "mamba_n_groups", "mamba_expand", "mamba_num_heads", "mamba_head_dim"),
-    *("mamba_n_heads", "mamba_d_ssm", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"),
-    *("linear_value_head_dim", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "conv_L_cache"),
-    *("attn_layer_period", "attn_layer_offset", "multi_query", "new_decoder_architecture", "attention_k_eq_v"),
-    *("rms_norm_eps", "layer_norm_eps", "hidden_act", "rope_theta", "attn_logit_softcapping"),
-    *("final_logit_softcapping", "query_pre_attn_scalar", "embedding_multiplier", "residual_multiplier"),
-    *("attention_multiplier", "logits_scaling", "logit_scale", "no_rope_layer_interval", "lru_width", "conv1d_width"),
-    *("norm_topk_prob", "routed_scaling_factor", "tie_word_embeddings", "use_qk_norm", "n_group", "topk_group"),
-    *("interleave_moe_layer_step", "decoder_sparse_step", "hidden_size_per_layer_input", "laurel_rank"),
-    *("original_max_position_embeddings", "altup_num_inputs", "altup_active_idx", "intermediate_size_mlp"),
-}  # fmt: skip
 
 # The language model's `model_type` where a text_config does not say it.
 NESTED_TYPES = {

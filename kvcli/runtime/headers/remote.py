@@ -20,15 +20,15 @@ from kvcli.runtime.headers.modelheaders import (
 from kvcli.runtime.hub import hubnames
 from kvcli.runtime.hub.hubnames import SAFETENSORS, Reference, Variant
 from kvcli.runtime.hub.repository import Listing, list_repository, stored_token
-from kvcli.runtime.hub.websession import Limits, Session
+from kvcli.runtime.hub.websession import Session
 from kvcli.runtime.text.foldernames import CONFIG
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors", re.ASCII)
 
 
-def read_remote(reference: Reference, offline: bool = False, limits: Limits | None = None) -> ModelHeader:
+def read_remote(reference: Reference, offline: bool) -> ModelHeader:
     """The header of a model on the hub. Raises ModelError (damaged, hostile) or DownloadError."""
-    session = Session(hubnames.endpoint(), stored_token(), limits, offline)
+    session = Session(hubnames.endpoint(), stored_token(), offline=offline)
     listing = list_repository(session, reference.repo, reference.revision)
     offered = _offered(listing)
     chosen = _choose(reference, offered, listing)

@@ -71,7 +71,8 @@ _SHAPE = (*_COUNTS, "arch", "rope_base", "tied_embeddings", "citation", "groups"
 _GROUP_COUNTS = ("layers", "kv_heads", "dim_k", "dim_v", "window", "kv_lora_rank", "rope_dim")
 _NAME = r"[a-z0-9][a-z0-9.-]*"
 _REPO = r"[\w.-]+/[\w.-]+"
-KINDS = BASE, INSTRUCT = "base", "instruct"
+BASE = "base"
+KINDS = (BASE, "instruct")
 _LIKENESS = 0.75  # of names, from 0 to 1, that one may have been meant by the other
 _FREE = ("apache-2.0", "mit")
 _MOE_COUNTS = ("experts", "experts_used", "expert_ffn", "shared_ffn", "layers")

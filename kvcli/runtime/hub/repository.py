@@ -79,7 +79,7 @@ def stored_token() -> str | None:
         raise DownloadError(f"the hub's token in {path} cannot be read: {error}", "or set HF_TOKEN") from None
 
 
-def list_repository(session: Session, repo: str, revision: str = MAIN) -> Listing:
+def list_repository(session: Session, repo: str, revision: str) -> Listing:
     """Ask the hub which files a repository has at a revision. Raises DownloadError."""
     label = repo if revision == MAIN else f"{repo} at {revision}"
     at = "" if revision == MAIN else f"/revision/{urllib.parse.quote(revision, safe='')}"

@@ -185,10 +185,10 @@ def install(part: Path, target: Path) -> None:
         os.close(folder)
 
 
-def sha256_of(path: Path, progress: Progress = no_progress, stage: str = "verify") -> str:
+def sha256_of(path: Path, progress: Progress = no_progress) -> str:
     """The checksum of a file as hex digits. Raises OSError."""
     with path.open("rb") as file:
-        digest, _ = digest_of(file, path.stat().st_size, progress, stage)
+        digest, _ = digest_of(file, path.stat().st_size, progress)
     return digest.hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Grammars that an answer has to follow: a JSON schema, a regular expression, or a grammar in Lark's notation.
+"""Grammars that an answer has to follow: a JSON schema, or a grammar in Lark's notation.
 
 llguidance compiles them and says after every token which ones may come next (Earley's parser over a lexer of
 derivatives; about 50 us for a vocabulary of 128k). No torch.
@@ -93,19 +93,10 @@ def _json_schema(schema: Mapping[str, Any] | str, called: str, lenient: bool) ->
     return found
 
 
-def regex(pattern: str, called: str = "the regular expression") -> str:
-    """What an answer follows that matches the whole of `pattern`. Raises UsageError."""
-    return _checked(LLMatcher.grammar_from_regex, pattern, called)
-
-
 def lark(text: str, called: str = "the grammar") -> str:
     """What an answer follows that is a `start` of a grammar in Lark's notation. Raises UsageError."""
-    return _checked(LLMatcher.grammar_from_lark, text, called)
-
-
-def _checked(made: Callable[[str], str], text: str, called: str) -> str:
     try:
-        found = made(text)
+        found = LLMatcher.grammar_from_lark(text)
         problem = _problem(found)
     except ValueError as error:  # characters that are none
         problem = _one_line(str(error))

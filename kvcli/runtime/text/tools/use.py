@@ -63,11 +63,11 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def tools_of(given: Any, called: str = "tools") -> tuple[Tool, ...]:
+def tools_of(given: Any) -> tuple[Tool, ...]:
     """Of a list of them. Raises UsageError."""
     if not isinstance(given, list):
-        raise UsageError(f"`{called}` must be a list of tools")
-    found = tuple(Tool.of(each, f"{called}[{number}]") for number, each in enumerate(given))
+        raise UsageError("`tools` must be a list of tools")
+    found = tuple(Tool.of(each, f"tools[{number}]") for number, each in enumerate(given))
     check_names(found)
     return found
 
