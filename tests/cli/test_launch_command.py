@@ -31,18 +31,18 @@ from urllib.request import Request, urlopen
 told = dict(os.environ)
 if "claude" in sys.argv[0]:
     url, key, model = told["ANTHROPIC_BASE_URL"] + "/v1/messages", told["ANTHROPIC_AUTH_TOKEN"], told["ANTHROPIC_MODEL"]
-    body = {{"model": model, "max_tokens": 4, "messages": [{{"role": "user", "content": "hello"}}]}}
+    body = {{"model": model, "max_tokens": 4, "temperature": 0, "messages": [{{"role": "user", "content": "hello"}}]}}
 elif "codex" in sys.argv[0]:
     options = tomllib.loads("\\n".join(sys.argv[i + 1] for i, word in enumerate(sys.argv) if word == "-c"))
     provider = options["model_providers"][options["model_provider"]]
     url, key, model = provider["base_url"] + "/responses", told[provider["env_key"]], options["model"]
-    body = {{"model": model, "max_output_tokens": 4, "input": "hello", "store": False}}
+    body = {{"model": model, "max_output_tokens": 4, "temperature": 0, "input": "hello", "store": False}}
 else:
     options = json.loads(told["OPENCODE_CONFIG_CONTENT"])
     name, _, model = options["model"].partition("/")
     settings = options["provider"][name]["options"]
     url, key = settings["baseURL"] + "/chat/completions", settings["apiKey"]
-    body = {{"model": model, "max_tokens": 4, "messages": [{{"role": "user", "content": "hello"}}]}}
+    body = {{"model": model, "max_tokens": 4, "temperature": 0, "messages": [{{"role": "user", "content": "hello"}}]}}
 head = {{"Authorization": "Bearer " + key, "Content-Type": "application/json"}}
 answer = json.load(urlopen(Request(url, json.dumps(body).encode(), head), timeout=60))
 print(json.dumps({{"url": url, "usage": answer["usage"], "words": sys.argv[1:], "model": model}}))
