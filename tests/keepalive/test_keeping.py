@@ -261,21 +261,28 @@ def test_a_command_is_handed_on_once_the_other_process_has_taken_it(ack: bool, i
 def test_a_command_that_cannot_be_watched_is_not_begun(idle: host.Host, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     before = len(os.listdir("/proc/self/fd"))
+    fork, begun = os.fork, []
 
     def refuse(*_: int) -> int:
         raise OSError(24, "Too many open files")
 
-    for name in ("fork", "pidfd_open"):
+    def forked() -> int:
+        begun.append(fork())
+        return begun[-1]
+
+    for refused in ({"fork": refuse}, {"fork": forked, "pidfd_open": refuse}):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, refuse)
+            for name, instead in refused.items():
+                patch.setattr(os, name, instead)
             patch.setattr(host, "_do", lambda *_: signal.pause())
             asked = Request.of(marshal.dumps(([], {}, [])), [os.open(".", os.O_PATH)])
             with pytest.raises(OSError, match="Too many"):
                 idle._run(theirs, os.getpid(), asked)
             asked.close()
         assert len(os.listdir("/proc/self/fd")) == before and not idle.running
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    assert len(begun) == 1
+    with pytest.raises(ChildProcessError):  # ended, and waited for
+        os.waitpid(begun[0], os.WNOHANG)
     for each in (ours, theirs):
         each.close()
     idle.leave()
