@@ -5,15 +5,13 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
-from kernelcases import ISAS, native, one_thread, packed, same_bits
+from kernelcases import ISAS, backends_of, native, one_thread, packed, same_bits
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
-from kvcli.errors import UsageError
 from kvcli.kernels.cpu import backend
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.interleaved import Interleaved
@@ -74,12 +72,7 @@ def test_interleaved_rows_decode_to_the_bit(type: str, isa: str):
 def test_instruction_sets_and_threads_give_the_same_bits():
     k, x = 512, rows_of(9, 512)
     stacked = tuple(packed(type, 48, k) for type in INTERLEAVED)
-    found = []
-    for isa in WITH_FIXED:
-        for threads in (1, 3):
-            with suppress(UsageError):  # this processor lacks it
-                ops = NativeBackend(threads, isa)
-                found.append(ops.matmul(x, ops.place(stacked)))
+    found = [ops.matmul(x, ops.place(stacked)) for ops in backends_of(WITH_FIXED, (1, 3))]
     assert all(same_bits(each, found[0]) for each in found[1:])
 
 

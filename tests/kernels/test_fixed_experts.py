@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import pytest
 import torch
 from expertcases import layer, random, stack
-from kernelcases import ISAS, native, one_thread, same_bits
+from kernelcases import ISAS, backends_of, native, one_thread, same_bits
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
-from kvcli.errors import UsageError
 from kvcli.kernels import ExpertMatrices, ExpertTensor
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts
@@ -72,12 +69,8 @@ def test_products_are_the_references_and_pairs_do_not_depend_on_each_other(type_
 def test_instruction_sets_and_threads_give_the_same_bits():
     k, x = 256, beside_poison(23, 256)
     weights = ExpertMatrices(tuple(stack(type_, 5, 20, k) for type_ in INTERLEAVED))
-    found = []
-    for isa in WITH_FIXED:
-        for threads in (1, 3):
-            with suppress(UsageError):  # this processor lacks it
-                ops = NativeBackend(threads, isa)
-                found.append(ops.matmul_experts(x, ops.place_experts(weights), chosen(23)))
+    both = backends_of(WITH_FIXED, (1, 3))
+    found = [ops.matmul_experts(x, ops.place_experts(weights), chosen(23)) for ops in both]
     assert all(same_bits(each, found[0]) for each in found[1:])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from kvcli.blockformats import FORMATS
 from kvcli.codecs import CODECS, Codec, Section
-from kvcli.errors import KVError
+from kvcli.errors import KVError, UsageError
 from kvcli.kernels import NEVER, Backend, Entries, Into, PagedKV, QuantTensor, RecordLayout
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.kernels.cpu.library import ISAS, library
@@ -50,6 +50,21 @@ def native(isa: str = "", threads: int = 2) -> NativeBackend:
     except KVError as e:
         assert isa != ISAS[-1], f"{isa} kernels must run everywhere"
         pytest.skip(e.message)
+
+
+def backends_of(isas: Sequence[str], threads: Sequence[int]) -> Iterator[NativeBackend]:
+    """The compiled backend with each of these instruction sets that this processor has, on each number of threads.
+    Each is to be used before the next one is asked for. Skips where it has none of them."""
+    need_native()
+    there = 0
+    for isa in isas:
+        for count in threads:
+            with suppress(UsageError):  # this processor lacks it
+                ops = NativeBackend(count, isa)
+                there += 1
+                yield ops
+    if not there:
+        pytest.skip(f"this processor has none of the instruction sets {', '.join(isas)}")
 
 
 @contextmanager
