@@ -20,6 +20,7 @@ UNWIND = "unwind"  # raise SystemExit: whatever holds temporary files or the ter
 FINISH = "finish"  # note it; the answer ends after the token at hand
 
 INSIST_S = 2.0
+SAME_S = 0.02  # within which a signal twice is one: timeout(1) sends it to the process and to its group
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # They ask for no tidy end: a core dump (Ctrl-\\), a limit of processor time, a timer, whatever a script means by them.
 AT_ONCE = (signal.SIGQUIT, signal.SIGALRM, signal.SIGVTALRM, signal.SIGXCPU, signal.SIGUSR1, signal.SIGUSR2)
@@ -36,14 +37,15 @@ class Interrupts:
 
     `stage` may be changed at any time. `code` is 0, or 128 + the signal noted while finishing.
     `on_leave(code)` runs just before an exit at once and must not use buffered streams. A second signal within
-    two seconds of the first exits at once while finishing, with `insist`, and is of no account while unwinding.
+    two seconds of the first exits at once while finishing, with `insist`, and is of no account while unwinding. It
+    is none where it is the same one within SAME_S.
     """
 
     def __init__(self, on_leave: Callable[[int], None] = say_nothing, insist: bool = True) -> None:
         self.stage = LEAVE
         self.code = 0
         self.on_leave, self.insist = on_leave, insist
-        self._noted_at = -INSIST_S
+        self._noted_at, self._noted = -INSIST_S, 0  # the last signal that was noted, and when
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
@@ -73,11 +75,13 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         code, now = 128 + number, time.monotonic()
+        if self.stage == FINISH and number == self._noted and now - self._noted_at < SAME_S:
+            return
         again = now - self._noted_at < INSIST_S
         if number in AT_ONCE or self.stage == LEAVE or (self.stage == FINISH and self.insist and again):
             self.on_leave(code)
             end_by_signal(code)
-        self._noted_at = now
+        self._noted_at, self._noted = now, number
         if self.stage == FINISH:
             self.code = max(self.code, code)
         elif not again:  # else what the first one began goes on undisturbed

@@ -197,6 +197,9 @@ def test_what_makes_no_sense_is_said_at_once(kv_here: KvHere, model: tuple[str, 
     (tmp_path / "file").write_text("")
     used = _run(kv_here, *model, "--cache-min-tokens", "50", "--cache-dir", str(tmp_path / "file" / "x"), TEXT)
     assert "cannot make the folder" in used["stderr"] and used["usage"]["cache_write_tokens"] == 0
+    told = "kv: warning: cannot write into /proc/self: prompts are read from there, and none is kept"
+    store = ("--cache-min-tokens", "50", "--cache-dir", "/proc/self")
+    assert _run(kv_here, *model, *store, TEXT)["stderr"].splitlines()[0] == told
     _run(kv_here, *model, "--cache-dir", str(tmp_path / ("long" * 75)), "x")  # a name that no system takes
     _run(kv_here, *model, "--no-cache", "--prompt-cache", str(tmp_path / "y"), TEXT)
     assert kv_here("cache", "show", str(tmp_path / "y"), "--json", "--tokens")[0] == 2

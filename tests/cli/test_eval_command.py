@@ -251,6 +251,8 @@ def test_a_text_is_gone_on_with(ask: Eval, tmp_path: Path):
         (("words", "--parallel", "1,2"), "--parallel is for throughput"),
         (("throughput", "--parallel", "0"), "--parallel must be 1 to 256, not '0'"),
         (("--plot", "/no/such/a.svg"), "there is no folder"),
+        (("--plot", "/proc/version/a.svg"), "there is no folder"),
+        (("--plot", "/proc/self/a.svg"), "it cannot be written"),
     ],
     ids=" ".join,
 )

@@ -39,6 +39,7 @@ def leaving(code: int) -> None:
 def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
     told = []
     monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", leaving)
+    monkeypatch.setattr("kvcli.cli.interrupt.SAME_S", 0.0)
     with Interrupts(told.append) as interrupts:
         interrupts.stage = stage
         if isinstance(outcome, int):
@@ -51,6 +52,18 @@ def test_stages_of_interrupts(stage, signals, outcome, monkeypatch):
                 os.kill(os.getpid(), number)
         assert raised.value.args == outcome.args
         assert told == ([] if stage == UNWIND else [outcome.args[0]])
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", leaving)
+    monkeypatch.setattr("kvcli.cli.interrupt.SAME_S", 60.0)
+    with Interrupts() as interrupts:
+        interrupts.stage = FINISH
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.code == 143
+        with pytest.raises(Left):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("stage", (LEAVE, UNWIND, FINISH))

@@ -101,6 +101,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "cut JSON": (build(b'{"t": {"dtype"'), "not valid JSON"),
     "deep lists": (build(b'{"t":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nests too deeply"),
     "a key twice": (build(b'{"a": {"b": 1, "b": 1}}'), "repeats a key"),
+    "an offset of 31 digits": (build({"t": tensor(offsets=[0, int(1e30)])}, 16), "impossible data_offsets"),
     "a million digits": (build(b'{"a": ' + b"9" * 1_000_000 + b"}"), "1,000,000 digits"),
     "metadata of numbers": (build({"__metadata__": {"a": 1}}), "__metadata__"),
     "metadata list": (build({"__metadata__": []}), "__metadata__"),

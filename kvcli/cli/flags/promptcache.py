@@ -93,14 +93,16 @@ class StoreFlags:
     cache_scope: CacheScope = ""
 
     def options(self, invocation: Invocation) -> PromptCacheOptions:
-        """A folder that cannot be made is told at once."""
+        """A folder that cannot be made, or written into, is told at once."""
         size = parse_size(self.cache_size, "--cache-size")
         ttl = parse_time(self.cache_ttl, "--cache-ttl")
         folder = store_folder(self.cache_dir) if self.use_cache else None
+        tell = render.warn if self.cache_dir else render.notice
         if folder is not None and not (os.path.isdir(folder) or paths.can_be_made(folder)):
-            tell = render.warn if self.cache_dir else render.notice
             tell(f"cannot make the folder {folder}: long prompts are not kept", invocation)
             folder = None
+        elif folder is not None and os.path.isdir(folder) and not os.access(folder, os.W_OK | os.X_OK):
+            tell(f"cannot write into {folder}: prompts are read from there, and none is kept", invocation)
         return PromptCacheOptions(
             store=folder, scope=self.cache_scope, min_tokens=self.cache_min_tokens, max_bytes=size, ttl_s=ttl
         )

@@ -11,14 +11,16 @@ from kvcli.errors import KVError, ModelError
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 MAX_DOCUMENT_BYTES = 32 << 20  # of indexes and file lists
-_MAX_DIGITS = 20  # 2^64 - 1 has twenty
+_INT_DIGITS = 20  # 2^64 - 1 has twenty
+_MAX_DIGITS = 40  # int(1e30), which tokenizer_config.json has for "no limit", has 31
 
 
 def load_object(raw: bytes, label: str, error: type[KVError] = ModelError) -> dict[str, Any]:
     """The JSON object in `raw`, of which `label` is the name in messages.
 
     Raises `error` for anything but one well-formed UTF-8 object without repeated keys, with fewer than
-    MAX_BRACKETS arrays and objects and MAX_COMMAS values, and integers of at most twenty digits.
+    MAX_BRACKETS arrays and objects and MAX_COMMAS values, and integers of at most forty digits. Those of more than
+    twenty, which count nothing, are floats.
     """
 
     def refuse(what: str) -> KVError:
@@ -34,10 +36,10 @@ def load_object(raw: bytes, label: str, error: type[KVError] = ModelError) -> di
             raise refuse("repeats a key inside one JSON object")
         return found
 
-    def integer(digits: str) -> int:
+    def integer(digits: str) -> float:
         if len(digits) > _MAX_DIGITS + 1:
             raise refuse(f"holds an integer of {len(digits):,} digits")
-        return int(digits)
+        return int(digits) if len(digits) <= _INT_DIGITS + 1 else float(digits)
 
     try:
         value = json.loads(raw.decode(), object_pairs_hook=unique, parse_int=integer)

@@ -20,6 +20,9 @@ def check(path: str) -> None:
         raise UsageError(f"--plot must end in {' or '.join(FORMATS)}, not '{path}'")
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise UsageError(f"--plot {path}: there is no folder {os.path.dirname(path)}")
+    there = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(there, os.W_OK):
+        raise UsageError(f"--plot {path}: it cannot be written", "name another file")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "pip install matplotlib")
 
