@@ -60,7 +60,7 @@ CASES = [
     *(("llama", "native", codec, policy, i % 2) for i, (codec, policy) in
       enumerate((codec, policy) for codec in ("int8", "int4") for policy in POLICIES[1:])),
     *((variant, "native", "int8", POLICIES[0], 1) for variant in ("gemma3", "llama4", "gemma4", "gpt-oss")),
-    ("llama", "reference", "int4", POLICIES[0], 1),
+    ("llama", "reference", "int4", POLICIES[0], 1), ("falcon-h1", "native", "int4", POLICIES[1], 0),
 ]  # fmt: skip
 MORE = [
     *(("llama", "native", codec, policy, 1) for codec in CODECS for policy in POLICIES[:2]),

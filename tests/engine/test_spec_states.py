@@ -141,6 +141,15 @@ def test_an_answer_that_is_given_up_leaves_nothing() -> None:
             engine.pool.check([])
 
 
+def test_a_gpu_says_that_the_host_chooses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variant, reason in (("qwen35", "`spec=suffix` guesses, and a row too many"), ("llama", "")):
+        engine = engine_of(variant)
+        assert engine.sampled_on_host(replace(GREEDY, spec="suffix")) == ""
+        monkeypatch.setattr(engine, "graph", object())
+        if reason:
+            assert engine.sampled_on_host(replace(GREEDY, spec="suffix")).startswith(reason)
+
+
 def test_without_room_for_the_state_before_them_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, options = engine_of("qwen35"), replace(GREEDY, max_tokens=30)
     expected = alone(engine, PROMPT[:30], options)

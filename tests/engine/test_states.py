@@ -16,6 +16,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
 from kvcli.runtime.cache.statelayout import CHECKPOINT_BYTES, MOST_CHECKPOINTS, StateLayout, checkpoints_of
+from kvcli.runtime.plan.footprint import guess_bytes
 
 PAGE = 16
 
@@ -149,6 +150,8 @@ def test_any_of_a_steps_rows_can_be_taken_back(variant: str, backend: str) -> No
             loaded.model.hidden(Step((other.reserve(IDS[:9]), seq.reserve(IDS[16 : 16 + stay] + [5] * (15 - stay)))))
         other.commit(IDS[:9])
         seq.commit(IDS[16 : 16 + stay] + [5] * (15 - stay))
+        kept = [rows for _, found in seq.states._journal._inputs.values() for rows in found]
+        assert 16 * sum(rows.nbytes for rows in kept) == 15 * guess_bytes(loaded.config)
         assert [seq.rewindable(n) for n in (31, 24, 15)] == [31, 24, 0]
         seq.rewind(16 + stay)
         seq.certain = None

@@ -26,6 +26,7 @@ from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.replaying import replay
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
+from kvcli.runtime.engine.spec import OFF
 from kvcli.runtime.engine.spec.drafting import check_options
 from kvcli.runtime.engine.spec.draftmodel import DraftModel
 from kvcli.runtime.engine.spec.guesses import Drafts, Session
@@ -310,6 +311,8 @@ class Engine:
         """Why the host chooses every token with these options although the device computes it; "" = it does not."""
         if self.graph is None:
             return ""
+        if self.layout.states and settled.spec not in (None, OFF):
+            return f"`spec={settled.spec}` guesses, and a row too many could not be taken back from the model's states"
         from kvcli.kernels.gpu.sample import DeviceSampler
 
         return DeviceSampler.supports(vars(settled))
