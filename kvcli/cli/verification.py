@@ -48,9 +48,10 @@ class Verification:
 def verify(engine: Engine, tokens: int) -> Verification:
     """Compare the plan for a sequence of `tokens`, the longest that this process ran, with its peak until now.
 
-    On a GPU other programs count, too.
+    On a GPU other programs count, too. On a CPU weights that are kept when they are used
+    again, and were not, are left out of the plan.
     """
-    plan = engine.predict(tokens)
+    plan, pending = engine.predict(tokens), engine.loaded.pending_bytes
     pool, layout = engine.pool, engine.layout
     known: dict[str, int | None] = {"KV pool": pool.committed(range(len(layout.row_arenas)))}
     if layout.state_arenas:
@@ -63,10 +64,11 @@ def verify(engine: Engine, tokens: int) -> Verification:
         mapped = mapped_bytes(engine.loaded.path)
         weights = None if mapped is None else mapped + engine.loaded.interleaved_bytes
         known |= {"weights": weights, _RUNTIME: engine.loaded.bytes_before}
-    rows = [Row(r.name, r.bytes, known[r.name], r.source) for r in plan.rows if known.get(r.name)]
-    rest = peak - sum(row.measured or 0 for row in rows)
-    rows.append(Row("everything else", plan.total - sum(row.predicted for row in rows), rest))
-    return Verification(tokens, tuple(rows), plan.total, peak)
+    planned = {r.name: r.bytes - pending * (r.name == "weights") for r in plan.rows}
+    rows = [Row(r.name, planned[r.name], known[r.name], r.source) for r in plan.rows if known.get(r.name)]
+    rest, total = peak - sum(row.measured or 0 for row in rows), plan.total - pending
+    rows.append(Row("everything else", total - sum(row.predicted for row in rows), rest))
+    return Verification(tokens, tuple(rows), total, peak)
 
 
 def block(found: Verification) -> str:

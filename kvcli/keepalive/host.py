@@ -100,7 +100,9 @@ def _load(wanted: Wanted) -> LoadedModel:
             opened = Opened(wanted.path, load)
             from kvcli.runtime.engine.loaded import LoadedModel
 
-            return LoadedModel(opened, load, CacheOptions())
+            loaded = LoadedModel(opened, load, CacheOptions())
+            loaded.finish()
+            return loaded
     except KVError as error:
         sys.exit(f"kv: {error.message}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernelcases import ISAS, backends_of, native, one_thread, packed, same_bits
+from kernelcases import ISAS, backends_of, in_file, in_files, native, one_thread, packed, same_bits
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.kernels.cpu import backend
@@ -67,6 +67,24 @@ def test_interleaved_rows_decode_to_the_bit(type: str, isa: str):
     assert placed.nbytes == -(-37 // INTERLEAVED_ROWS) * INTERLEAVED_ROWS * w.blocks.shape[1]
     ids = torch.tensor([36, 0, 16, 15, 31, 0])
     assert torch.equal(native(isa).rows(placed, ids, 3.0), w.decode()[ids] * 3.0)
+
+
+@pytest.mark.parametrize("type", ("Q4_1", "Q6_K"))
+def test_weights_of_a_file_are_interleaved_when_they_are_used(type: str, tmp_path: Path):
+    """Slabs of rows are uses of their own. Single rows are looked up before and behind."""
+    ops, ids = in_files(NativeBackend(2)), torch.tensor([36, 0, 16])
+    stacked = tuple(in_file(packed(type, rows, 512), tmp_path / str(rows)) for rows in (37, 4111))
+    placed, at_once = ops.place(stacked), native().place(stacked)
+    x = rows_of(259, 512)
+    wanted = native().matmul(x, at_once)
+    rows = native().rows(at_once[0], ids, 3.0)
+    for m, kept in ((9, 0), (259, ops.pending_bytes), (2, ops.pending_bytes)):
+        assert torch.equal(ops.rows(placed[0], ids, 3.0), rows)
+        assert same_bits(ops.matmul(x[:m], placed), wanted[:m])
+        assert ops.interleaved_bytes == kept and bool(placed[0].blocks.any()) == (kept > 0)
+    for each in stacked:
+        each.blocks.zero_()
+    assert same_bits(ops.matmul(x, placed), wanted) and torch.equal(ops.rows(placed[0], ids, 3.0), rows)
 
 
 def test_instruction_sets_and_threads_give_the_same_bits():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from expertcases import layer, random, stack
-from kernelcases import ISAS, backends_of, native, one_thread, same_bits
+from kernelcases import ISAS, backends_of, in_file, in_files, native, one_thread, same_bits
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.kernels import ExpertMatrices, ExpertTensor
@@ -121,6 +123,37 @@ def test_exact_experts_are_taken_as_they_are_and_rows_of_the_two_are_told_apart(
     one = placed.parts[0].of(1)
     assert isinstance(one, Interleaved) and one.nbytes == INTERLEAVED_ROWS * weights.parts[0].blocks.stride(1)
     assert torch.equal(ops.rows(one, torch.arange(16)), weights.parts[0].of(1).decode())
+
+
+@pytest.mark.parametrize("threads", (1, 3))
+def test_experts_of_a_file_are_interleaved_when_they_are_used(threads: int, tmp_path: Path):
+    """The first use keeps nothing, the second one what it makes; products are the same ones."""
+    ids, x = chosen(11), beside_poison(11, 512)
+    parts = [in_file(stack(type_, 5, rows, 512), tmp_path / type_) for type_, rows in (("Q4_K", 37), ("Q6_K", 80))]
+    wanted = native().matmul_experts(x, native().place_experts(ExpertMatrices(tuple(parts))), ids)
+    ops = in_files(NativeBackend(threads))
+    placed = ops.place_experts(ExpertMatrices(tuple(parts)))
+    first, each = placed.parts[0], sum(part.nbytes // 5 for part in placed.parts)
+    assert (ops.interleaved_bytes, ops.pending_bytes) == (0, 5 * each)
+    assert same_bits(ops.matmul_experts(x, placed, ids), wanted)
+    assert (ops.interleaved_bytes, ops.pending_bytes) == (0, 5 * each) and not first.blocks.any()
+    assert same_bits(ops.matmul_experts(x, placed, ids), wanted)
+    assert (ops.interleaved_bytes, ops.pending_bytes) == (4 * each, each)
+    assert [bool(x.any()) for x in first.blocks] == [True, True, False, True, True]
+    for part in parts:
+        part.blocks.zero_()  # what is kept is read instead
+    assert same_bits(ops.matmul_experts(x, placed, ids), wanted)
+
+
+def test_what_is_left_is_interleaved_at_once_for_processes_that_are_forked(tmp_path: Path):
+    ops, ids, x = in_files(NativeBackend(1)), chosen(6), beside_poison(6, 64)
+    weights = ExpertMatrices((in_file(stack("Q5_0", 5, 37, 64), tmp_path / "weights"),))
+    placed, other = ops.place_experts(weights), ops.place_experts(weights)
+    wanted = ops.matmul_experts(x, placed, ids)
+    ops.finish()
+    assert ops.pending_bytes == 0 and ops.interleaved_bytes == 2 * placed.parts[0].nbytes
+    weights.parts[0].blocks.zero_()
+    assert same_bits(ops.matmul_experts(x, other, ids), wanted)
 
 
 def test_heads_have_matrices_of_their_own():

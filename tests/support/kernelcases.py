@@ -6,6 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +68,21 @@ def backends_of(isas: Sequence[str], threads: Sequence[int]) -> Iterator[NativeB
                 yield ops
     if not there:
         pytest.skip(f"this processor has none of the instruction sets {', '.join(isas)}")
+
+
+def in_files(ops: NativeBackend) -> NativeBackend:
+    """The backend, which takes all weights for those of files; skips where it interleaves none."""
+    if ops.exact:
+        pytest.skip("nothing is interleaved on this processor")
+    ops.mapped = lambda address, nbytes: True
+    return ops
+
+
+def in_file(w: Any, path: Path) -> Any:
+    """A matrix, or one of each expert, whose blocks are those of a mapped file at `path`."""
+    path.write_bytes(w.blocks.numpy().tobytes())
+    blocks = torch.from_file(str(path), shared=True, size=w.blocks.numel(), dtype=torch.uint8)
+    return replace(w, blocks=blocks.view(w.blocks.shape))
 
 
 @contextmanager

@@ -117,8 +117,8 @@ class NativeBackend:
 
     `exact`: rows of products stay float32, and so do queries, which else are rounded where the processor multiplies
     bytes (`fixed.rounded_query`). Else `place` and `place_experts` interleave weights of formats that are worth it, and
-    rows of their products are in fixed point (see reference/fixed.py). `release` is called meanwhile, to give back the
-    memory of what was read of a file.
+    rows of their products are in fixed point (see reference/fixed.py). `mapped` says of memory, by its address and
+    size, whether it is a file's: weights there are interleaved when they are used (see cpu_interleave.h).
     """
 
     name: Literal["native"] = "native"
@@ -134,8 +134,8 @@ class NativeBackend:
         self.sums_by_page = False
         self.exact = exact or not self._lib.kv_has_fixed()
         self._tables: dict[tuple[int, ...], ctypes.Array] = {}
-        self.release: Callable[[], None] = lambda: None
-        self._interleaver, self._with_experts = Interleaver(self._lib, lambda: self.release()), False
+        self.mapped: Callable[[int, int], bool] = lambda address, nbytes: False
+        self._interleaver, self._with_experts = Interleaver(self._lib, lambda *memory: self.mapped(*memory)), False
         self._calls: Calls | None = None
 
     @contextmanager
@@ -166,8 +166,17 @@ class NativeBackend:
 
     @property
     def interleaved_bytes(self) -> int:
-        """Of all matrices that were interleaved."""
+        """Of all matrices that are interleaved."""
         return self._interleaver.nbytes
+
+    @property
+    def pending_bytes(self) -> int:
+        """What matrices that are interleaved when they are used, and were not yet, would take."""
+        return self._interleaver.pending_bytes
+
+    def finish(self) -> None:
+        """Interleave now what is to be interleaved when it is used: a forked process has what is there before."""
+        self._interleaver.finish()
 
     @property
     def arithmetic(self) -> str:

@@ -12,7 +12,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,9 +24,15 @@
 
 /* ---- shapes shared with backend.py (keep the two in step) ------------------------------------------------ */
 
+typedef struct { /* what a matrix is interleaved from when it is used */
+    const uint8_t *source; /* its blocks, row by row: of a file */
+    _Atomic int64_t state; /* see cpu_interleave.h */
+} kv_later;
+
 typedef struct { /* rows of one packed weight matrix; interleaved: as cpu_interleave.h has them */
     const uint8_t *blocks;
     int64_t rows, row_bytes, format, interleaved;
+    kv_later *later; /* NULL = the blocks are there */
 } kv_weight;
 
 typedef struct { /* a cache type; `Numbers` of codecs.py says what they are */
@@ -585,7 +593,12 @@ void kv_mix(const float *y, const float *weights, int64_t t, int64_t n, int64_t 
 
 /* out[i] = scale * row ids[i] of the matrix, decoded to float32. */
 void kv_rows(const kv_weight *w, const int64_t *ids, int64_t n, int64_t k, float scale, float *out) {
-    (w->interleaved ? fixed->rows : active->rows)(w, ids, n, k, scale, out);
+    if (w->interleaved && !is_kept(w)) {
+        kv_weight source = source_of(w);
+        active->rows(&source, ids, n, k, scale, out);
+    } else {
+        (w->interleaved ? fixed->rows : active->rows)(w, ids, n, k, scale, out);
+    }
 }
 
 /* y[i] = (x[i] - m) / sqrt(mean((x[i] - m)^2) + eps) * weight + bias for n rows of length d; m is 0, or where `centred` the

@@ -349,12 +349,18 @@ static void NAME(to_fixed)(const float *x, int64_t k, kv_fixed *out, int64_t str
 
 typedef struct {
     const kv_weight *w;
-    int64_t m, k, ldx, ldy, accumulate, groups, groups_per_task;
+    int64_t n_weights, m, k, ldx, ldy, accumulate, groups, groups_per_task;
     const float *x;
     float *y;
     kv_fixed *fixed;      /* MOST_ROWS rows after the other, [k / 32, rows]; the last ones fill tiles */
     const int64_t *pairs; /* row i of y is row pairs[i] there; NULL = row i */
 } NAME(fixed_args);
+
+/* Where a group of weight rows stands among those of all matrices: which of its matrix, and the first one's column in y. */
+typedef struct {
+    const kv_weight *w;
+    int64_t group, column;
+} NAME(fixed_place);
 
 /* Rows in fixed point that `rows` rows take. */
 INLINE int64_t NAME(fixed_rows_of)(int64_t rows) {
@@ -389,44 +395,76 @@ INLINE void NAME(put_side)(const NAME(fixed_args) *a, int64_t m, int64_t column,
     }
 }
 
+static NAME(fixed_place) NAME(fixed_first)(const NAME(fixed_args) *a, int64_t group) {
+    NAME(fixed_place) at = {a->w, group, 0};
+    for (; at.group >= groups_of(at.w); at.w++) at.group -= groups_of(at.w), at.column += at.w->rows;
+    return at;
+}
+
+INLINE void NAME(fixed_next)(NAME(fixed_place) *at) {
+    if (++at->group * GROUP >= at->w->rows) at->column += at->w->rows, at->group = 0, at->w++;
+}
+
+/* Rows of x, from row m on, for which codes are unpacked once; 0 = there are none. */
+INLINE int64_t NAME(fixed_count)(const NAME(fixed_args) *a, int64_t m) {
+    int64_t left = a->m - m, most = left == 1 ? 1 : MOST_ROWS > TILE ? MOST_ROWS : left > 4 && TILE > 4 ? 8 : 4;
+    return left < most ? left : most;
+}
+
+/* A group of weight rows, which is at `blocks`, times `rows` rows of x from row m on. */
+static void NAME(fixed_group)(const NAME(fixed_args) *a, const NAME(fixed_place) *at, const uint8_t *blocks, int64_t m, int64_t rows) {
+    const kv_weight *w = at->w;
+    int tile = a->m - m == 1 ? 0 : a->m - m > 4 && TILE > 4 ? 2 : 1;
+    for (int side = 0; side < SIDES; side += AT_ONCE) {
+        fv sums[MOST_ROWS][AT_ONCE];
+        NAME(fixed_of)(w->format)->tiles[tile](blocks, side, NAME(fixed_row)(a, m), NAME(beside)(a, m), a->k / 32,
+                                               (rows + 3) / 4 * 4, sums);
+        for (int64_t r = 0; r < rows; r++)
+            for (int s = 0; s < AT_ONCE; s++) {
+                int64_t row = at->group * GROUP + (side + s) * LANES;
+                NAME(put_side)(a, m + r, at->column + row, w->rows - row, sums[r][s]);
+            }
+    }
+}
+
+/* The same of groups [first, last) where some are made for it: each once, for all rows of x. */
+static void NAME(fixed_made)(const NAME(fixed_args) *a, int64_t first, int64_t last, int thread) {
+    NAME(fixed_place) at = NAME(fixed_first)(a, first);
+    for (int64_t g = first; g < last; g++, NAME(fixed_next)(&at)) {
+        uint8_t *room = (uint8_t *)scratch(thread, GROUP * at.w->row_bytes / sizeof(float));
+        const uint8_t *blocks = interleaved_group(at.w, a->k, at.group, room);
+        for (int64_t m = 0, rows; (rows = NAME(fixed_count)(a, m)); m += rows) NAME(fixed_group)(a, &at, blocks, m, rows);
+        if (g == last - 1 || (at.group + 1) * GROUP >= at.w->rows) read_groups(at.w, at.group, g - first + 1);
+    }
+}
+
 /* Some groups of weight rows times all rows of x. */
 static void NAME(fixed_task)(void *arg, int64_t task, int thread) {
     const NAME(fixed_args) *a = arg;
     int64_t first = task * a->groups_per_task, last = first + a->groups_per_task;
     if (last > a->groups) last = a->groups;
-    (void)thread;
-    for (int64_t m = 0, rows; m < a->m; m += rows) {
-        int64_t left = a->m - m;
-        int tile = left == 1 ? 0 : left > 4 && TILE > 4 ? 2 : 1, most = MOST_ROWS > TILE && tile ? MOST_ROWS : tile ? 2 << tile : 1;
-        const kv_weight *w = a->w;
-        int64_t group = first, column = 0; /* of the first row of `w` among all stacked ones */
-        rows = left < most ? left : most;
-        for (; group >= (w->rows + GROUP - 1) / GROUP; w++) group -= (w->rows + GROUP - 1) / GROUP, column += w->rows;
-        for (int64_t g = first; g < last; g++) {
-            const NAME(fixed_ops) *ops = NAME(fixed_of)(w->format);
-            for (int side = 0; side < SIDES; side += AT_ONCE) {
-                fv sums[MOST_ROWS][AT_ONCE];
-                ops->tiles[tile](w->blocks + group * GROUP * w->row_bytes, side, NAME(fixed_row)(a, m), NAME(beside)(a, m), a->k / 32,
-                                 (rows + 3) / 4 * 4, sums);
-                for (int64_t r = 0; r < rows; r++)
-                    for (int s = 0; s < AT_ONCE; s++) {
-                        int64_t row = group * GROUP + (side + s) * LANES;
-                        NAME(put_side)(a, m + r, column + row, w->rows - row, sums[r][s]);
-                    }
-            }
-            if (++group * GROUP >= w->rows) column += w->rows, group = 0, w++;
+    for (int64_t i = 0; i < a->n_weights; i++)
+        if (!is_kept(a->w + i)) {
+            NAME(fixed_made)(a, first, last, thread);
+            return;
         }
+    for (int64_t m = 0, rows; (rows = NAME(fixed_count)(a, m)); m += rows) {
+        NAME(fixed_place) at = NAME(fixed_first)(a, first);
+        for (int64_t g = first; g < last; g++, NAME(fixed_next)(&at))
+            NAME(fixed_group)(a, &at, at.w->blocks + at.group * GROUP * at.w->row_bytes, m, rows);
     }
 }
 
 static void NAME(fixed_matmul)(const kv_weight *w, int64_t n_weights, const float *x, int64_t m, int64_t k, int64_t ldx, float *y,
                                int64_t ldy, int64_t accumulate) {
-    NAME(fixed_args) a = {w, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows(NAME(fixed_rows_of)(m) * (k / 32)), NULL};
-    for (int64_t i = 0; i < n_weights; i++) a.groups += (w[i].rows + GROUP - 1) / GROUP;
+    NAME(fixed_args) a = {w, n_weights, m, k, ldx, ldy, accumulate, 0, 0, x, y, fixed_rows(NAME(fixed_rows_of)(m) * (k / 32)), NULL};
+    int64_t *states = begin_uses(w, n_weights);
+    for (int64_t i = 0; i < n_weights; i++) a.groups += groups_of(w + i);
     a.groups_per_task = a.groups / (pool.tuner.limit * 8);
     if (a.groups_per_task < 1) a.groups_per_task = 1;
     parallel((m + FIXED_ROWS - 1) / FIXED_ROWS, NAME(to_fixed_task), &a);
     parallel((a.groups + a.groups_per_task - 1) / a.groups_per_task, NAME(fixed_task), &a);
+    if (states) end_uses(w, n_weights, states);
 }
 
 #include "cpu_fixed_experts.h"

@@ -13,6 +13,7 @@ typedef struct {
     kv_fixed **at; /* of each pair: where its first block goes; NULL = another time */
     int64_t *beside; /* how far the others are from each other */
     NAME(fixed_run) *runs;
+    int64_t *states; /* of each run's matrices, when their use began */
     int64_t n_runs;
 } NAME(fixed_pairs);
 
@@ -47,8 +48,9 @@ static int64_t NAME(fixed_runs)(NAME(fixed_pairs) *a, int64_t first, int64_t las
     for (int64_t i = 0, lo = 0; i < e->experts; lo = e->end[i++]) {
         int64_t from = lo > first ? lo : first, to = e->end[i] < last ? e->end[i] : last;
         if (from >= to) continue;
-        NAME(fixed_args) args = {e->w + i * e->apart, to - from, e->k, e->ldx, e->ldy, 0, 0, 0, e->x, e->y, NULL, e->order + from};
-        for (int64_t n = 0; n < e->n_weights; n++) args.groups += (args.w[n].rows + GROUP - 1) / GROUP;
+        NAME(fixed_args) args = {e->w + i * e->apart, e->n_weights, to - from, e->k, e->ldx, e->ldy, 0, 0, 0, e->x, e->y, NULL,
+                                 e->order + from};
+        for (int64_t n = 0; n < e->n_weights; n++) args.groups += groups_of(args.w + n);
         a->runs[a->n_runs++] = (NAME(fixed_run)){args, 0};
         rows += NAME(fixed_rows_of)(to - from);
     }
@@ -72,18 +74,42 @@ static int64_t NAME(place_pairs)(NAME(fixed_pairs) *a, kv_fixed *fixed) {
     return tasks;
 }
 
+static void NAME(touch_run_task)(void *arg, int64_t task, int thread) {
+    const NAME(fixed_pairs) *a = arg;
+    const kv_weight *w = a->runs[task].a.w;
+    (void)thread;
+    for (int64_t n = 0; n < a->e->n_weights; n++, w++)
+        if (a->states[task * a->e->n_weights + n] == KEEPING) touch((uint8_t *)w->blocks, groups_of(w) * GROUP * w->row_bytes);
+}
+
+static void NAME(begin_uses)(NAME(fixed_pairs) *a) {
+    int64_t *state = a->states, keeping = 0;
+    for (int64_t i = 0; i < a->n_runs; i++)
+        for (int64_t n = 0; n < a->e->n_weights; n++, state++)
+            *state = begin_use(a->runs[i].a.w + n), keeping |= *state == KEEPING;
+    if (keeping) parallel(a->n_runs, NAME(touch_run_task), a);
+}
+
+static void NAME(end_uses)(const NAME(fixed_pairs) *a) {
+    const int64_t *state = a->states;
+    for (int64_t i = 0; i < a->n_runs; i++)
+        for (int64_t n = 0; n < a->e->n_weights; n++) end_use(a->runs[i].a.w + n, *state++);
+}
+
 static void NAME(fixed_matmul_experts)(const kv_expert_products *e) {
     int64_t most = e->pairs < e->experts ? e->pairs : e->experts;
     NAME(fixed_pairs) a = {e, malloc(e->pairs * sizeof(kv_fixed *)), malloc(e->pairs * sizeof(int64_t)),
-                           malloc(most * sizeof(NAME(fixed_run))), 0};
-    if (!a.at || !a.beside || !a.runs) abort();
+                           malloc(most * sizeof(NAME(fixed_run))), malloc(most * e->n_weights * sizeof(int64_t)), 0};
+    if (!a.at || !a.beside || !a.runs || !a.states) abort();
     for (int64_t first = 0, last; first < e->pairs; first = last) {
         last = first + FIXED_PAIRS < e->pairs ? first + FIXED_PAIRS : e->pairs;
         kv_fixed *fixed = fixed_rows(NAME(fixed_runs)(&a, first, last) * (e->k / 32));
         memset(a.at, 0, e->pairs * sizeof(kv_fixed *));
         int64_t tasks = NAME(place_pairs)(&a, fixed);
         parallel((e->pairs / e->each + FIXED_ROWS - 1) / FIXED_ROWS, NAME(pairs_to_fixed_task), &a);
+        NAME(begin_uses)(&a);
         parallel(tasks, NAME(fixed_run_task), &a);
+        NAME(end_uses)(&a);
     }
-    free(a.at), free(a.beside), free(a.runs);
+    free(a.at), free(a.beside), free(a.runs), free(a.states);
 }

@@ -18,7 +18,8 @@ ISAS = (*_OF_PROCESSORS, "base")  # that cpu.c is compiled for here, the best fi
 
 _SIGNATURES = {
     "kv_matmul": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64],
-    "kv_interleave": [c_void_p, c_int64, c_void_p],
+    "kv_interleave": [c_void_p, c_int64, c_void_p, c_int64],
+    "kv_keep": [c_void_p, c_int64],
     "kv_matmul_experts": [
         c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64,
     ],

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import c_int64, c_void_p
+from dataclasses import replace
 
 import torch
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
-from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts, Room
+from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts, Later, Room
 from kvcli.kernels.reference.experts import ExpertTensor
 from kvcli.kernels.reference.matmul import QuantTensor
-
-READ_AT_ONCE = 4 << 20  # bytes of a file that are interleaved before their memory is given back
 
 Matrix = QuantTensor | Interleaved
 OfExperts = ExpertTensor | InterleavedExperts
@@ -22,7 +21,11 @@ OfExperts = ExpertTensor | InterleavedExperts
 class Weight(ctypes.Structure):
     """kv_weight."""
 
-    _fields_ = [("blocks", c_void_p), *((x, c_int64) for x in ("rows", "row_bytes", "format", "interleaved"))]
+    _fields_ = [
+        ("blocks", c_void_p),
+        *((x, c_int64) for x in ("rows", "row_bytes", "format", "interleaved")),
+        ("later", c_void_p),
+    ]
 
 
 def weight_table(weights: Sequence[Matrix]) -> ctypes.Array:
@@ -35,48 +38,72 @@ def expert_table(weights: Sequence[OfExperts]) -> ctypes.Array:
 
 
 def _weight(w: Matrix) -> Weight:
-    interleaved = isinstance(w, Interleaved)
-    row_bytes = w.blocks.stride(0) // (INTERLEAVED_ROWS if interleaved else 1)
-    return Weight(w.blocks.data_ptr(), w.rows, row_bytes, FORMATS[w.type].id, interleaved)
+    if isinstance(w, QuantTensor):
+        return Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0), FORMATS[w.type].id)
+    later = None if w.later is None else ctypes.addressof(w.later)
+    return Weight(w.blocks.data_ptr(), w.rows, w.blocks.stride(0) // INTERLEAVED_ROWS, FORMATS[w.type].id, True, later)
 
 
 class Interleaver:
-    """Puts rows of matrices side by side. `release` is called meanwhile, to give back the memory of what was read of a
-    file; `nbytes`: of all that was interleaved."""
+    """Puts rows of matrices side by side: those of a file when they are used, else at once. `mapped` says of memory, by
+    its address and size, whether it is a file's: that is given back when it was read."""
 
-    def __init__(self, library: ctypes.CDLL, release: Callable[[], None]) -> None:
-        self._library, self._release = library, release
-        self._room, self._unreleased, self.nbytes = Room(), 0, 0
+    def __init__(self, library: ctypes.CDLL, mapped: Callable[[int, int], bool]) -> None:
+        self._library, self._mapped, self._room = library, mapped, Room()
+        self._placed: list[Interleaved | InterleavedExperts] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is interleaved."""
+        return sum(x.kept for x in self._placed)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of what is not, but may be when it is used."""
+        return sum(x.nbytes - x.kept for x in self._placed)
 
     def matrix(self, w: QuantTensor) -> Matrix:
         """The matrix, interleaved where its format is one for that."""
         if w.type not in INTERLEAVED:
             return w
-        return Interleaved(w.type, self._interleaved([w.unchanged])[0], w.rows, w.cols, w.changes)
+        source = w.unchanged
+        placed = Interleaved(w.type, self._blocks([source])[0], w.rows, w.cols, w.changes)
+        if self._is_mapped(source):
+            placed = replace(placed, later=Later(source.blocks.data_ptr()), source=source)
+        else:
+            self._write(source, placed.blocks)
+        self._placed.append(placed)
+        return placed
 
     def experts(self, w: ExpertTensor) -> OfExperts:
-        """The same of a matrix of each expert."""
+        """The same of a matrix of each expert, or of each head."""
         if w.type not in INTERLEAVED:
             return w
-        blocks = self._interleaved([w.of(e) for e in range(w.experts)])
-        return InterleavedExperts(w.type, blocks, w.rows, w.cols)
+        matrices = [w.of(e) for e in range(w.experts)]
+        placed = InterleavedExperts(w.type, self._blocks(matrices), w.rows, w.cols)
+        if all(map(self._is_mapped, matrices)):
+            later = [Later(x.blocks.data_ptr()) for x in matrices]
+            placed = replace(placed, later=later, source=w)
+        else:
+            for each, blocks in zip(matrices, placed.blocks, strict=True):
+                self._write(each, blocks)
+        self._placed.append(placed)
+        return placed
 
-    def _interleaved(self, matrices: Sequence[QuantTensor]) -> torch.Tensor:
-        """uint8 [matrices, groups of rows, bytes of a group] of matrices of one shape and type."""
+    def finish(self) -> None:
+        """Interleave all that is not yet."""
+        for x in self._placed:
+            for w in [x] if isinstance(x, Interleaved) else map(x.of, range(x.experts)):
+                self._library.kv_keep(weight_table([w]), w.cols)
+
+    def _blocks(self, matrices: Sequence[QuantTensor]) -> torch.Tensor:
+        """Room for matrices of one shape and type: uint8 [matrices, groups of rows, bytes of a group]."""
         first = matrices[0]
         groups, group_bytes = -(-first.rows // INTERLEAVED_ROWS), INTERLEAVED_ROWS * first.blocks.shape[1]
-        blocks = self._room.take(len(matrices) * groups * group_bytes).view(len(matrices), groups, group_bytes)
-        for w, there in zip(matrices, blocks, strict=True):
-            self._write(w, there)
-        self.nbytes += blocks.numel()
-        return blocks
+        return self._room.take(len(matrices) * groups * group_bytes).view(len(matrices), groups, group_bytes)
 
     def _write(self, w: QuantTensor, blocks: torch.Tensor) -> None:
-        step = max(1, READ_AT_ONCE // blocks.shape[1])
-        for first in range(0, len(blocks), step):
-            part = w.part(first * INTERLEAVED_ROWS, (first + step) * INTERLEAVED_ROWS)
-            self._library.kv_interleave(weight_table([part]), w.cols, blocks[first].data_ptr())
-            self._unreleased += part.nbytes
-            if self._unreleased >= READ_AT_ONCE:
-                self._release()
-                self._unreleased = 0
+        self._library.kv_interleave(weight_table([w]), w.cols, blocks.data_ptr(), False)
+
+    def _is_mapped(self, w: QuantTensor) -> bool:
+        return self._mapped(w.blocks.data_ptr(), w.nbytes)

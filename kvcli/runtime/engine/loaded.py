@@ -202,7 +202,7 @@ class LoadedModel:
         same = kept if kept and kept.backend == ops.name and kept.config == self.config else None
         self.backend, self.weights = ops.name, same.weights if same else Weights(self.file, self.adapters, sent)
         if isinstance(ops, kernels.NativeBackend):
-            ops.release = self.weights.release
+            ops.mapped = self.weights.mapped
         doubt = guard.check(self.weights, self.config, self.terms.layout, self.cache_types, cache.force_types)
         if doubt:
             self.doubts.append(doubt)
@@ -233,6 +233,18 @@ class LoadedModel:
         """Of weights that a CPU keeps in another order than the mapped file has them."""
         ops = self.decoder.ops
         return ops.interleaved_bytes if isinstance(ops, kernels.NativeBackend) else 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of weights that are put into that order when they are used, and were not yet."""
+        ops = self.decoder.ops
+        return ops.pending_bytes if isinstance(ops, kernels.NativeBackend) else 0
+
+    def finish(self) -> None:
+        """Interleave now what otherwise is when it is used."""
+        ops = self.decoder.ops
+        if isinstance(ops, kernels.NativeBackend):
+            ops.finish()
 
     def _note(self, text: str) -> None:
         if text:

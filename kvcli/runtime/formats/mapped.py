@@ -61,6 +61,11 @@ class MappedFile:
         if hasattr(self.buffer, "madvise"):
             self.buffer.madvise(mmap.MADV_DONTNEED)
 
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether that memory is a part of it."""
+        first = _address(self.buffer)
+        return first <= address and address + nbytes <= first + self.size
+
     def check(self) -> None:
         """Raises ModelError if the file was truncated since it was mapped."""
         if self._truncated[0] or self.buffer.size() < self.size:

@@ -79,6 +79,10 @@ class Weights:
         for file in self.file.open_files():
             file.release()
 
+    def mapped(self, address: int, nbytes: int) -> bool:
+        """Whether that memory is a mapped file's."""
+        return any(file.has(address, nbytes) for file in self.file.open_files())
+
     def embedding(self, config: ModelConfig) -> QuantTensor:
         """The token embedding [vocab_size, d_model], without rows that belong to no token."""
         return self.matrix("token_embd.weight", config.vocab_size, config.d_model, padded=True)
