@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +11,6 @@ import torch
 from kvcli.kernels.reference.experts import ExpertTensor
 from kvcli.kernels.reference.matmul import LowRank, QuantTensor
 
-CHUNK = 32 << 20
-ALIGNED = 64
 KEPT = 3  # a state of `Later`: the blocks are there
 
 
@@ -100,30 +96,3 @@ class PlacedExperts:
     @property
     def experts(self) -> int:
         return self.parts[0].experts
-
-
-class Room:
-    """Memory for many matrices, in chunks that the system is asked to map by huge pages: with small ones a token takes
-    a third longer, for the sake of addresses."""
-
-    def __init__(self) -> None:
-        self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
-
-    def take(self, n_bytes: int) -> torch.Tensor:
-        """uint8 [n_bytes]."""
-        if n_bytes > CHUNK // 2:
-            return _memory(n_bytes)
-        if self._used + n_bytes > self._chunk.numel():
-            self._chunk, self._used = _memory(CHUNK), 0
-        found = self._chunk[self._used : self._used + n_bytes]
-        self._used += -(-n_bytes // ALIGNED) * ALIGNED
-        return found
-
-
-def _memory(n_bytes: int) -> torch.Tensor:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
-        return torch.empty(n_bytes, dtype=torch.uint8)
-    mapped = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8)

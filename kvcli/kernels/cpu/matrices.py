@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from kvcli.blockformats import FORMATS, INTERLEAVED, INTERLEAVED_ROWS
-from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts, Later, Room
+from kvcli.kernels.cpu.interleaved import Interleaved, InterleavedExperts, Later
+from kvcli.kernels.cpu.memory import Room
 from kvcli.kernels.reference.experts import ExpertTensor
 from kvcli.kernels.reference.matmul import QuantTensor
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from kvcli.errors import DoesNotFit
+from kvcli.kernels.cpu.memory import Room
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import Arena, KVLayout
 
@@ -22,6 +23,7 @@ class _Arena:
         self.layout = layout
         self.page_bytes = layout.held_bytes
         self.device = device
+        self._room = Room()
         self.pages: list[torch.Tensor] = []  # uint8 [layers, layer_bytes], by page id
         self.addresses = np.zeros(0, dtype=np.int64)
         self.summaries: list[torch.Tensor] = []  # by page id, where there are any
@@ -42,10 +44,9 @@ class _Arena:
 
     def grow(self, pages: int) -> None:
         layers, size, first = len(self.layout.layers), self.layout.layer_bytes, len(self.pages)
-        if self.layout.by_layer:
-            chunk = torch.empty(layers, pages, size, dtype=torch.uint8, device=self.device).transpose(0, 1)
-        else:
-            chunk = torch.empty(pages, layers, size, dtype=torch.uint8, device=self.device)
+        memory = self._memory(pages * layers * size)
+        by_layer = self.layout.by_layer
+        chunk = memory.view(layers, pages, size).transpose(0, 1) if by_layer else memory.view(pages, layers, size)
         self.pages.extend(chunk)
         self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
         if isinstance(self.layout, GroupLayout) and self.layout.summarized:
@@ -55,6 +56,10 @@ class _Arena:
             self.summarized = np.append(self.summarized, np.zeros(pages, dtype=bool))
         self.refs.extend([0] * pages)
         self.free.extend(range(len(self.pages) - 1, first - 1, -1))
+
+    def _memory(self, n_bytes: int) -> torch.Tensor:
+        on_cpu = self.device.type == "cpu"
+        return self._room.take(n_bytes) if on_cpu else torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     @property
     def used(self) -> int:
