@@ -118,10 +118,10 @@ def _graphs(engine: Engine) -> StepGraph | None:
 
 def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
     """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows, then
-    prompts that are read in one pass."""
+    prompts that are read in one pass. Long prompts come first: graphs of shorter ones fit into their memory."""
     longest = min(engine.ctx_size - TOKENS - 1, engine.ubatch)
     steps = _graphs(engine)
-    prompts = [(rows, 1) for rows in (steps.sizes if steps else ()) if rows <= longest]
+    prompts = [(rows, 1) for rows in (steps.sizes[::-1] if steps else ()) if rows <= longest]
     if engine.one_by_one:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]

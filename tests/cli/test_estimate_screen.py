@@ -16,8 +16,8 @@ def test_the_screen(kv_here: KvHere) -> None:
     assert "attention  GQA · 32 full layers · 32 query heads · 8 KV heads (4:1)" in lines
     assert any(line.startswith("device     NVIDIA RTX 3060 12 GB · 11,876 of 12,288 MiB free") for line in lines)
     f16, int8 = (next(line.split() for line in lines if line.startswith(name)) for name in ("f16 ", "int8 "))
-    assert f16[:6] == ["f16", "128.0", "8,192", "13,899", "-2,023", "no"]
-    assert int8[:6] == ["int8", "65.0", "4,704", "11,263", "613", "yes"]
+    assert f16[:6] == ["f16", "128.0", "8,192", "13,942", "-2,066", "no"]
+    assert int8[:6] == ["int8", "65.0", "4,704", "11,307", "569", "yes"]
     assert "≤ tok/s  an upper bound from reading memory at 360 GB/s (table)" in lines
     assert any("computed: chunk 4,096" in line for line in lines)
     assert "prefill steps of 4,096 tokens as far as memory goes: 512 with f32 and f16" in lines

@@ -19,11 +19,12 @@ from kvcli.kernels.gpu.pages import Asked
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Part, Sequence
-from kvcli.runtime.config import FULL, RECURRENT, Block, LayerConfig
+from kvcli.runtime.config import FULL, RECURRENT, Block, LayerConfig, ModelConfig
 from kvcli.runtime.engine.graph.batchpages import BatchTables
 from kvcli.runtime.engine.graph.pages import GroupTables
 from kvcli.runtime.headers.shapes import config_from_recipe, planning_config
 from kvcli.runtime.hub.recipes import load_recipes
+from kvcli.runtime.plan import footprint
 
 META = torch.device("meta")
 MULTIPROCESSORS = (20, 48, 84, 108, 132, 170)
@@ -50,16 +51,20 @@ def merged(tables: GroupTables | BatchTables) -> int:
     return latentcombine.MOST_PARTS if record.joined else combine.most_parts(record.dim_v)
 
 
-def launch(layout: KVLayout, heads: int, rows: int, part: Part) -> None:
-    """What a graph does with the lists of a part. Raises what makes it fail."""
+def launch(config: ModelConfig, layout: KVLayout, rows: int, part: Part) -> None:
+    """What a graph does with the lists of a part, with no more partial results than are planned. Raises what makes it
+    fail."""
     bucket = 1024
     while bucket < part.end:
         bucket *= 2
     for g, group in enumerate(layout.groups):
-        tables = GroupTables(group, CONTEXT, torch.zeros(1, dtype=torch.int64, device=META), heads, rows)
+        tables = GroupTables(group, CONTEXT, torch.zeros(1, dtype=torch.int64, device=META), config.n_heads, rows)
         tables.bind(part, g, bucket)
         assert len(Asked(part.start, rows, tables.block).blocks[0]) <= tables.blocks
         assert 1 <= tables.parts(bucket) <= merged(tables)
+        if rows > 1:
+            (layer,) = {config.layers[i] for i in group.layers}
+            assert rows * tables.parts(bucket) <= footprint.graph_parts(config, layer, rows, 1)
 
 
 def side_by_side(layout: KVLayout, heads: int, rows: int, parts: list[Part]) -> None:
@@ -87,7 +92,7 @@ def expect_launches(heads: int, layer: LayerConfig, codec: str, sizes: tuple[int
         for count, size in product((*rows, 1), sizes):
             part = seq.reserve([0] * count)
             with assumed(replace(H100, multiprocessors=size)):
-                launch(layout, heads, count, part)
+                launch(config, layout, count, part)
         singles.append(part)
     for count, size in product(rows, sizes):
         with assumed(replace(H100, multiprocessors=size)):

@@ -40,6 +40,8 @@ _LATENT_CELLS = 16 * _STAGED_ROWS  # GPU: keys of heads that are made of latents
 _CHUNK_ROWS = 64  # GPU: of a sequence with states, multiplied with each other: see kernels/gpu/chunks.py
 _LIBRARY_BYTES = 32 << 20  # GPU: workspace of the library that multiplies matrices
 DECODE_PARTS = 128  # GPU: most parts that the rows of a decoded token are cut into: MOST_PARTS of combine.py
+GRAPH_PROGRAMS, GRAPH_QUERIES = 4 * 192, 64  # GPU: that share out what a graph sees, on the largest cards; of each
+_GRAPH_OTHERS = 3, 7  # GPU: parts of a row of a graph beside those, with room for every kind: see graph/pages.py
 PREFILL_PARTS = 3, 6  # GPU: parts of a prefilled row, see kernels/gpu/attention.py; with kept rows before evicted ones
 _SORTED = 10  # GPU: numbers of four bytes that sort a pair of a row and an expert
 _LOGIT_COPIES = 4  # logits, and what the sampler makes of them
@@ -232,7 +234,7 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
     staged = min(config.context_length, _STAGED_ROWS)
     past = max((staged * 2 * x.kv_heads * (x.dim_k + x.dim_v) for x in config.layers if x.kind != RECURRENT), default=0)
     past += _unabsorbed_bytes(config)
-    steps = _gpu_step_bytes(config, rows, queries) + _gpu_step_bytes(config, min(rows, _GRAPH_ROWS), queries)
+    steps = gpu_step_bytes(config, rows, queries) + gpu_step_bytes(config, min(rows, _GRAPH_ROWS), queries, True)
     return steps + expanded + past + _LIBRARY_BYTES
 
 
@@ -245,8 +247,8 @@ def _unabsorbed_bytes(config: ModelConfig) -> int:
     return 2 * min(config.context_length * config.n_heads, _LATENT_CELLS) * 4 * width
 
 
-def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
-    """What is alive at once of a step of so many rows."""
+def gpu_step_bytes(config: ModelConfig, rows: int, queries: int, captured: bool = False) -> int:
+    """What is alive at once of a step of so many rows, or of the graphs of so many or fewer."""
     d, f = config.d_model, _dense_width(config)
     width = partials = 0
     for layer in set(config.layers):
@@ -256,8 +258,16 @@ def _gpu_step_bytes(config: ModelConfig, rows: int, queries: int) -> int:
             width = max(width, mlp, 3 * d // 2 + queries * q // 2 + q + kv + max(out, 3 * out // 2 + d))
         if layer.kind != RECURRENT:
             parts = max(DECODE_PARTS, rows * PREFILL_PARTS[queries - 1])
+            parts = graph_parts(config, layer, rows, queries) if captured else parts
             partials = max(partials, 4 * config.n_heads * parts * (layer.dim_v + 2))
     return rows * 4 * (width + _beside(config)) + _angle_bytes(config, rows) + partials
+
+
+def graph_parts(config: ModelConfig, layer: LayerConfig, rows: int, queries: int) -> int:
+    """Parts of all rows of a graph, for each head: fewer rows are cut into more of them, to keep a card busy."""
+    block = max(1, GRAPH_QUERIES * layer.kv_heads // max(1, config.n_heads))
+    shares = min(rows * DECODE_PARTS, block * GRAPH_PROGRAMS // layer.kv_heads)
+    return max(rows, shares) + rows * _GRAPH_OTHERS[queries - 1]
 
 
 def _slice_rows(cols: int) -> int:

@@ -15,7 +15,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import ADDRESS_BYTES, KVLayout
 from kvcli.runtime.config import LATENT, ModelConfig
 from kvcli.runtime.host.memory import CPU, Memory, process_bytes
-from kvcli.runtime.plan import footprint, overheads
+from kvcli.runtime.plan import footprint, graphs, overheads
 from kvcli.runtime.plan.footprint import ASSUMED, COMPUTED, EXACT, WeightBytes
 from kvcli.runtime.plan.overheads import assumed_bytes
 
@@ -213,6 +213,9 @@ class Setting:
         if weights.copies:
             rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
         rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
+        if self.kind != CPU:
+            captured = graphs.graph_bytes(config, layout, tokens, self._at_once)
+            rows.append(Row("CUDA graphs", captured, COMPUTED, "lists and results of all"))
         if self.kind == CPU and self.tokenizer:
             rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
         measured = self.runtime_bytes is not None

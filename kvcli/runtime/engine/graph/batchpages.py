@@ -74,9 +74,8 @@ class BatchTables:
             self.most, self.budget = most_parts(group.dim_v), programs(chip, group.sealed) // group.kv_heads
         evicts = group.retention
         self.pitch = 2 * slots  # of the tables of rows
-        centred = group.sealed and group.codec_k.centred
         wanted = slots if evicts is None else min(MOST_SLOTS, slots * self.rows)
-        self.centres = CentreAngles(wanted, group.page_size, device) if centred else None
+        self.centres = CentreAngles.shared(group, wanted, device)
         kinds = (1 + 2 * group.sealed) * (1 + bool(evicts))  # of pages that a row does not see wholly, and one run more
         self.items = self.budget + self.rows * (2 + kinds)
         stay = group.sinks + group.window // group.page_size + (evicts.keep // group.page_size if evicts else 0)

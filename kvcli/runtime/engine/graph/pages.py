@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from itertools import groupby
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
@@ -48,7 +49,17 @@ class CentreAngles:
         check_slots(slots)
         self.pages = np.arange(slots)  # by slot
         self.page_size, self.device = page_size, device
-        self._made: dict[RopeTable, torch.Tensor] = {}
+        self._made: MutableMapping[RopeTable, torch.Tensor] = WeakKeyDictionary()
+
+    @classmethod
+    def shared(cls, group: GroupLayout, slots: int, device: torch.device) -> CentreAngles | None:
+        """Those of a group; None = it needs none. Where nothing is evicted, pages never change their slots, and all
+        graphs have the same ones."""
+        if not (group.sealed and group.codec_k.centred):
+            return None
+        if group.retention is not None:
+            return cls(slots, group.page_size, device)
+        return _SHARED.setdefault((slots, group.page_size, device), cls(slots, group.page_size, device))
 
     def of(self, rope: RopeTable) -> torch.Tensor:
         """float16 [slots * page_size / CENTRE_ROWS, rope_dim], which `place` keeps up."""
@@ -73,6 +84,9 @@ class CentreAngles:
             there[sent(torch.from_numpy(free), self.device)] = sent(self._of_pages(rope, new), self.device)
         order = np.argsort(self.pages)
         return order[np.searchsorted(self.pages, numbers, sorter=order)]
+
+
+_SHARED: WeakValueDictionary[tuple[int, int, torch.device], CentreAngles] = WeakValueDictionary()
 
 
 def most_pieces(rows: int, size: int) -> int:
@@ -109,7 +123,7 @@ class GroupTables:
         self.group, self.rows, device, evicts = group, rows, position.device, group.retention
         self.alike = alike and rows > 1
         self.chosen = attend if group.summarized and rows == 1 else 0
-        slots, centred = -(-ctx_size // group.page_size) + 2, group.sealed and group.codec_k.centred
+        slots = -(-ctx_size // group.page_size) + 2
         self.chip = Chip.of(device)
         self.most = most_parts(group.dim_v)
         each = programs(self.chip, group.sealed) // group.kv_heads
@@ -124,7 +138,7 @@ class GroupTables:
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
         shift, into, open_into, limits, work, edges = self._places
-        self.centres = CentreAngles(slots, group.page_size, device) if centred else None
+        self.centres = CentreAngles.shared(group, slots, device)
         self.lists = PageLists(
             position, shift[:rows], self._table_of(2 * slots, device),
             work.view(torch.int32).view(self.blocks, -1, 4), edges[: most[1]].view(-1, EDGE_NUMBERS), into, open_into,

@@ -131,7 +131,7 @@ class StepGraph:
         self.sizes = tuple(rows for rows in ROWS if rows % layout.grain == 0)
         self.joined: set[tuple[int, int]] = set()
         self._rows: dict[tuple[int, int], Rows] = {}
-        self._hidden: torch.Tensor | None = None  # of several sequences; one for all graphs
+        self._hidden: torch.Tensor | None = None  # one for all graphs
         self._memory = torch.cuda.graph_pool_handle() if model.ops.device.type == "cuda" else None
 
     @property
@@ -204,15 +204,14 @@ class StepGraph:
     def _of(self, rows: int, count: int) -> Rows:
         if (rows, count) not in self._rows:
             sizes = self.model, self.layout, self.ctx_size, rows, count
-            self._rows[rows, count] = Rows(*sizes, self._room(rows) if count == 1 else self._shared(rows * count))
+            self._rows[rows, count] = Rows(*sizes, self._room(rows * count))
         return self._rows[rows, count]
 
     def _room(self, rows: int) -> torch.Tensor:
-        return torch.zeros(rows, self.model.config.d_model, device=self.model.ops.device)
-
-    def _shared(self, rows: int) -> torch.Tensor:
+        """For what steps give, which is taken from there before the next one."""
         if self._hidden is None or len(self._hidden) < rows:
-            self._hidden = self._room(max(rows, ROWS[-1]))
+            size = max(rows, ROWS[-1]), self.model.config.d_model
+            self._hidden = torch.zeros(size, device=self.model.ops.device)
         return self._hidden[:rows]
 
 

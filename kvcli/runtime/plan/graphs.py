@@ -1,0 +1,119 @@
+"""The bytes of what CUDA graphs keep beside the memory that their kernels pass on: lists of pages, means and scales of
+the sequence at hand, angles, and results.
+
+Graphs are captured when they are first wanted (`kv serve`: where nobody asks); here all of them are counted that there
+can be. The sizes follow `runtime/engine/graph/`, above all `GroupTables`, `BatchTables` and `StepGraph`. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcli.runtime.cache.grouplayout import GroupLayout
+from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.config import WINDOWED, ModelConfig
+from kvcli.runtime.plan.footprint import GRAPH_PROGRAMS, gpu_step_bytes
+
+STEP_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # see stepgraph.py
+BATCH_ROWS = (2, 4, 8, 16, 32, 64)  # see batchgraph.py
+TOGETHER = (4, 8)  # prompts in one pass: see serve/warming.py
+_MOST_PARTS, _MOST_LATENT_PARTS = 128, 512  # partial results of a query that there is room for
+_EDGE = 6 * 8  # of a page that is not seen wholly
+_EDGES_EACH, _EDGES_OF_ROW = 8, 16  # of a block of queries, and of a row of a sequence of its own
+_CENTRE_ROWS = 16  # rows that share angles of the mean
+_BLOCK = 16  # queries that are computed together: of all heads of a key-value head, at least
+
+
+def graph_bytes(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int) -> int:
+    """Of all graphs of an engine with contexts of `tokens`, and up to `at_once` answers at a time."""
+    places = [1, *(rows for rows, count in _steps(layout, at_once) for _ in range(count))]
+    found = 4 * STEP_ROWS[-1] * config.d_model  # what steps give
+    found += sum(_lists(config, group, tokens, rows) for group in layout.groups for rows in places)
+    found += sum(_angles(config, group, tokens, len(places)) for group in layout.groups)
+    if layout.selection is not None:  # a token's scores, and where they go
+        found += sum(8 * (config.n_heads + 3) * _room(g, tokens) for g in layout.groups if g.kind not in WINDOWED)
+    return found + (_batches(config, layout, tokens, at_once) if at_once > 1 else 0)
+
+
+def _steps(layout: KVLayout, at_once: int) -> Iterator[tuple[int, int]]:
+    """Rows of each sequence, and how many there are, of the graphs of prompts."""
+    for rows in STEP_ROWS:
+        yield rows, 1
+        joined = (n for n in TOGETHER if n <= at_once and n * rows <= STEP_ROWS[-1] and not layout.states)
+        yield from ((rows, n) for n in joined)
+
+
+def _slots(group: GroupLayout, tokens: int) -> int:
+    return -(-tokens // group.page_size) + 2
+
+
+def _room(group: GroupLayout, tokens: int) -> int:
+    """Rows of a list of pages, and of edges beside it."""
+    return 2 * group.page_size * (_slots(group, tokens) + _EDGES_EACH)
+
+
+def _pieces(rows: int, size: int) -> int:
+    """How many pieces of `size` positions so many rows can be in."""
+    return (rows + size - 2) // size + 1
+
+
+def _lists(config: ModelConfig, group: GroupLayout, tokens: int, rows: int) -> int:
+    """Of one group, for so many rows of a sequence, with its means and scales."""
+    slots, heads = _slots(group, tokens), max(1, config.n_heads // group.kv_heads)
+    blocks = 1 if rows == 1 else _pieces(rows, max(1, _BLOCK // heads))
+    parts = _MOST_LATENT_PARTS if group.record.joined else _MOST_PARTS
+    found = 8 * (rows + 2 * _pieces(rows, group.page_size) + 2 * parts * blocks)
+    found += _EDGE * (2 * slots + _EDGES_EACH * blocks) + 2 * 8 * slots
+    if group.summarized and rows == 1:  # what a token chooses
+        found += 2 * slots * (8 + 12 * group.kv_heads)
+    return found + _bases(group)
+
+
+def _bases(group: GroupLayout) -> int:
+    """Float32 means and scales of all layers of a group, of one sequence."""
+    each = (group.dim_k if group.sealed and group.codec_k.centred else 0) + 2
+    return 4 * len(group.layers) * group.kv_heads * each
+
+
+def _angles(config: ModelConfig, group: GroupLayout, tokens: int, places: int) -> int:
+    """Of the means of keys: one table for all graphs, or where old rows are evicted one for each."""
+    if not group.sealed or not group.codec_k.centred:
+        return 0
+    ropes = {rope for i in group.layers if (rope := config.layers[i].rope) is not None}
+    dims = sum(rope.dim for rope in ropes) or group.dim_k  # shapes by hand have none
+    each = 2 * dims * _slots(group, tokens) * (group.page_size // _CENTRE_ROWS)
+    return each * (places if group.retention else 1)
+
+
+def _batches(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int) -> int:
+    """Of rows of several sequences, and what their kernels pass on, in memory of their own."""
+    sizes = [rows for i, rows in enumerate(BATCH_ROWS) if not i or BATCH_ROWS[i - 1] < at_once]
+    keeps = layout.retention is not None and layout.retention.keep > 0
+    found = gpu_step_bytes(config, sizes[-1], 1 + keeps)
+    found += max(_partials(config, group, sizes[-1]) for group in layout.groups) if layout.groups else 0
+    for rows in sizes:
+        found += 4 * rows * config.vocab_size
+        for group in layout.groups:
+            found += _apart(config, group, tokens, rows)
+    return found
+
+
+def _items(config: ModelConfig, group: GroupLayout, rows: int) -> int:
+    """Parts of all rows."""
+    kinds = (1 + 2 * group.sealed) * (1 + bool(group.retention))
+    return GRAPH_PROGRAMS // group.kv_heads + rows * (2 + kinds)
+
+
+def _partials(config: ModelConfig, group: GroupLayout, rows: int) -> int:
+    """Their results."""
+    return 4 * config.n_heads * _items(config, group, rows) * (group.dim_v + 2)
+
+
+def _apart(config: ModelConfig, group: GroupLayout, tokens: int, rows: int) -> int:
+    """Of one group, for so many rows of sequences of their own."""
+    slots, evicts = _slots(group, tokens), group.retention
+    stay = group.sinks + group.window // group.page_size + (evicts.keep // group.page_size if evicts else 0)
+    edges = rows * min(2 * slots, _EDGES_OF_ROW + stay)
+    found = rows * (2 * 8 * slots + 8 * 6 + _bases(group)) + _EDGE * edges + 24 * _items(config, group, rows)
+    angles = _angles(config, group, tokens, 1)
+    return found + (rows * angles if evicts else 0)
