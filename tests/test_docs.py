@@ -90,6 +90,8 @@ def test_the_map_of_files() -> None:
         path = ROOT.joinpath(*folders)
         assert path.is_dir() if name.endswith("/") else path.is_file(), path
         shown.add(path)
+        folder = path if name.endswith("/") else path.parent
+        assert [each for each in SOURCE.findall(line.partition(name)[2]) if not (folder / each).is_file()] == [], line
     packages = {path.parent for path in (ROOT / "kvcli").rglob("*.py")} - {ROOT / "kvcli"}
     assert packages - shown == set()
 
