@@ -6,8 +6,8 @@ python benchmarks/serve.py MODEL [--llama-server PROGRAM] [--clients 1,4,16,64] 
 OPTIONS are those of the server; llama-server's `-c` is of all `-np` slots together, kv's of each answer. Every client
 asks one question after the other, each about another text; the beginning of all is the same system message. Before each
 measurement all clients ask once for nothing. The first token is the first text that comes. "in all": tokens over all
-the time, prompts included; "decoding": between the first and the last token, the median of the answers times the
-clients.
+the time, prompts included; "decoding": between the first and the last token, the median of the answers times those that
+are written at a time.
 --settle: seconds that the server is left alone first, in which it makes itself ready on a GPU.
 --verify asks everything again, one question at a time, and counts the answers that differ.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import re
 import socket
@@ -82,15 +83,21 @@ def load(port: int, clients: int, rounds: int, prompt: int, tokens: int, base: i
     return found
 
 
-def row(clients: int, found: list[Answered], took: float, again: list[Answered]) -> str:
-    """A row of the table. `again`: the same answers, written alone; [] = they were not."""
+def row(clients: int, slots: int, found: list[Answered], took: float, again: list[Answered]) -> str:
+    """A row of the table. `slots`: most answers that are written at a time; `again`: the same answers, written alone,
+    [] = they were not."""
     firsts = sorted(each.first_s for each in found)
     late = firsts[min(len(firsts) - 1, int(0.95 * len(firsts)))]
-    decode = clients * statistics.median(each.decode_tps for each in found)
+    decode = min(clients, slots) * statistics.median(each.decode_tps for each in found)
     differ = sum(one.text != other.text for one, other in zip(found, again, strict=False))
     verified = f"{differ} of {len(again)}" if again else "-"
     rates = f"{sum(each.tokens for each in found) / took:,.1f} | {decode:,.1f}"
     return f"| {clients} | {rates} | {statistics.median(firsts):.2f} | {late:.2f} | {verified} |"
+
+
+def slots_of(options: list[str]) -> int:
+    """How many answers a server with these options writes at a time."""
+    return next((int(n) for name, n in itertools.pairwise(options) if name in ("--parallel", "-np")), 8)
 
 
 def begun(model: str, llama: str | None, options: list[str]) -> tuple[subprocess.Popen[str], int]:
@@ -140,7 +147,7 @@ def main() -> None:
             found = load(port, clients, flags.rounds, *how, base)
             took = time.perf_counter() - began
             again = [ask(port, each, *how) for each in found] if flags.verify else []
-            print(row(clients, list(found.values()), took, again), flush=True)
+            print(row(clients, slots_of(options), list(found.values()), took, again), flush=True)
     finally:
         server.terminate()
         server.wait()
