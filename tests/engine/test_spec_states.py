@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -15,6 +18,7 @@ from erring import Erring, guessed
 from kernelcases import need_native
 from reusecases import NOWHERE, Told, store_in
 
+from kvcli.errors import KVError
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache.statelayout import GUESSED_ROWS
 from kvcli.runtime.engine.engine import Engine
@@ -38,7 +42,7 @@ def engine_of(variant: str, codec: str = "f16", backend: str = "native", ctx: in
 )  # fmt: skip
 def test_answers_are_those_without_guesses(variant: str, codec: str, backend: str) -> None:
     """Greedy and drawn ones, with guesses of all lengths that are wrong at any place."""
-    engine, n = engine_of(variant, codec, backend), 40 if backend == "reference" else 256
+    engine, n = engine_of(variant, codec, backend), 24 if backend == "reference" else 256
     for options, wrong in ((replace(GREEDY, max_tokens=n), 5), (replace(DRAWN, max_tokens=n // 4), 2)):
         plain, found = guessed(engine, PROMPT[:41], replace(options, spec="suffix"), wrong, 1)
         assert same(plain, found) and len(found.ids) == options.max_tokens
@@ -58,7 +62,12 @@ def test_texts_guess(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "codec"), [("qwen35-ahead", "int4"), ("qwen35moe-ahead", "int8"), ("qwen3next-ahead", "f16")]
+    ("variant", "codec"),
+    [
+        ("qwen35-ahead", "int4"),
+        ("qwen35moe-ahead", "int8"),
+        pytest.param("qwen3next-ahead", "f16", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_models_own_layer_guesses(variant: str, codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     need_native()
@@ -139,6 +148,28 @@ def test_an_answer_that_is_given_up_leaves_nothing() -> None:
             events.close()  # type: ignore[attr-defined]
             seq.close()
             engine.pool.check([])
+
+
+def test_an_error_while_guesses_are_looked_at_leaves_rows_of_the_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, options = engine_of("lfm2"), replace(GREEDY, max_tokens=40, spec="suffix")
+    ids = alone(engine, PROMPT[:20], replace(options, **OFF)).ids
+    monkeypatch.setattr(engine.session, "guesses", lambda _: Erring(engine.session, ids, 1000, 2))
+    for count in range(2, 12):
+        request = watched(engine, PROMPT[:20], options).request
+        calls, sample = itertools.count(1), request.sampler.sample
+
+        def fail(*of_row: Any, calls: Iterator[int] = calls, sample: Any = sample, count: int = count) -> int:
+            if next(calls) == count:
+                raise KVError("no token")
+            return int(sample(*of_row))
+
+        request.sampler.sample = fail  # type: ignore[method-assign]
+        while request.error is None:
+            engine.step([request])
+        assert request.seq.tokens == request.history[: request.seq.length] and request.seq.length >= 20
+        assert request.seq.states is not None and request.seq.states._journal.room is request.seq.certain is None
+        request.seq.close()
+    engine.pool.check([])
 
 
 def test_a_gpu_says_that_the_host_chooses_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,9 @@ class RowsAhead:
         if self.seat is not None:
             seat, self.seat = self.seat, None
             seat.close()
-        self.take_back(seq)
+        if self.known is not None:
+            self.take_back(seq)
+            self.settle(seq)
 
 
 def on_host(seq: Sequence, guesses: Guesses) -> bool:
