@@ -14,6 +14,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.engine.nextrows import TOGETHER_ROWS
 from kvcli.runtime.engine.spec import OFF
 from kvcli.runtime.host.memory import CUDA
+from kvcli.runtime.plan.graphs import BATCH_ROWS, TOGETHER
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("kvcli")
 MOST_S = 120.0  # behind which no further round is begun
 QUIET_S = 1.0  # behind an answer before the next step: who asks again at once does not wait for it
-SIDE_BY_SIDE = (2, 4, 8, 16, 32, 64)  # answers: as their newest rows are
-TOGETHER = (4, 8)  # prompts that are read in one pass
 LEAST_ROWS = 2  # of prompts that are there for their answers
 TOKENS = 4  # of each answer: the prompt's, one alone, two side by side
 
@@ -124,7 +123,7 @@ def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
     prompts = [(rows, 1) for rows in (steps.sizes[::-1] if steps else ()) if rows <= longest]
     if engine.one_by_one:
         return prompts
-    counts = [min(parallel, rows) for i, rows in enumerate(SIDE_BY_SIDE) if i == 0 or SIDE_BY_SIDE[i - 1] < parallel]
+    counts = [min(parallel, rows) for i, rows in enumerate(BATCH_ROWS) if i == 0 or BATCH_ROWS[i - 1] < parallel]
     found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
     if steps is None or not steps.joins:
         return found

@@ -19,7 +19,6 @@ from kvcli.runtime.engine.graph import batchgraph, pages, stepgraph
 from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.model.rope import RopeTables
 from kvcli.runtime.plan import graphs
-from kvcli.serve import warming
 
 META = torch.device("meta")
 CONTEXT = 20000
@@ -39,10 +38,10 @@ def made(model: SimpleNamespace, layout: KVLayout, at_once: int) -> list[object]
     steps = stepgraph.StepGraph(model, layout, CONTEXT)
     for rows in steps.sizes:
         steps._of(rows, 1)
-        for count in warming.TOGETHER:
-            if steps.joins and count <= at_once and rows * count <= stepgraph.ROWS[-1]:
+        for count in graphs.TOGETHER:
+            if steps.joins and count <= at_once and rows * count <= graphs.STEP_ROWS[-1]:
                 steps._of(rows, count)
-    sizes = [n for i, n in enumerate(batchgraph.ROWS) if i == 0 or batchgraph.ROWS[i - 1] < at_once]
+    sizes = [n for i, n in enumerate(graphs.BATCH_ROWS) if i == 0 or graphs.BATCH_ROWS[i - 1] < at_once]
     batches = [batchgraph.BatchGraph(model, layout, CONTEXT, n) for n in sizes if at_once > 1]
     return [NextToken(model, layout, CONTEXT), steps, *batches]
 
@@ -78,11 +77,6 @@ def test_what_graphs_keep_is_planned(name: str, codec: str, more: dict[str, obje
     assert allocated <= planned
     if at_once == 1:  # else also what kernels pass on
         assert planned < 2 * allocated
-
-
-def test_the_sizes_are_those_of_graphs() -> None:
-    assert graphs.STEP_ROWS == stepgraph.ROWS and graphs.BATCH_ROWS == batchgraph.ROWS
-    assert graphs.TOGETHER == warming.TOGETHER
 
 
 def test_graphs_share_angles_where_nothing_is_evicted() -> None:

@@ -14,9 +14,9 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.config import WINDOWED, ModelConfig
 from kvcli.runtime.plan.footprint import GRAPH_PROGRAMS, gpu_step_bytes
 
-STEP_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # see stepgraph.py
-BATCH_ROWS = (2, 4, 8, 16, 32, 64)  # see batchgraph.py
-TOGETHER = (4, 8)  # prompts in one pass: see serve/warming.py
+STEP_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of a sequence in a graph
+BATCH_ROWS = (2, 4, 8, 16, 32, 64)  # of as many sequences; with more, products are no longer those of a few rows
+TOGETHER = (4, 8)  # prompts that are read in one pass
 _MOST_PARTS, _MOST_LATENT_PARTS = 128, 512  # partial results of a query that there is room for
 _EDGE = 6 * 8  # of a page that is not seen wholly
 _EDGES_EACH, _EDGES_OF_ROW = 8, 16  # of a block of queries, and of a row of a sequence of its own

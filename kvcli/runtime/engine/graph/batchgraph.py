@@ -27,8 +27,6 @@ from kvcli.runtime.host.cores import usable_cpus
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 
-ROWS = (2, 4, 8, 16, 32, 64)  # of a graph; with more, products are no longer those of a few rows
-
 
 @dataclass(frozen=True)
 class RowsApart:

@@ -13,15 +13,16 @@ from kvcli.errors import DoesNotFit, KVError
 from kvcli.kernels.gpu.sample import DeviceSampler, uniforms
 from kvcli.kernels.gpu.shares import NoRoom
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.engine.graph.batchgraph import ROWS, BatchGraph
+from kvcli.runtime.engine.graph.batchgraph import BatchGraph
 from kvcli.runtime.engine.graph.pages import sent
 from kvcli.runtime.engine.rowsahead import on_host
 from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.plan.graphs import BATCH_ROWS
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.request import Request
 
-MOST = ROWS[-1]
+MOST = BATCH_ROWS[-1]
 
 
 def unsupported(layout: KVLayout) -> str:
@@ -187,7 +188,7 @@ class Batch:
     def _sit(self, new: list[Request]) -> None:
         """Give seats to requests, in a graph with enough rows for all."""
         wanted = len(self._taken) + len(new)
-        rows = next(n for n in ROWS if n >= wanted)
+        rows = next(n for n in BATCH_ROWS if n >= wanted)
         if self._graph is None or rows > self._graph.rows or 2 * rows < self._graph.rows:
             self._move(rows)
         assert self._graph is not None

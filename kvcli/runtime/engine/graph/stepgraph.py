@@ -24,8 +24,8 @@ from kvcli.runtime.engine.graph.legs import GraphLegs, graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
+from kvcli.runtime.plan.graphs import STEP_ROWS
 
-ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of a graph; see also plan/footprint.py
 SHORT_ROWS = 16  # whose kernels are wanted first
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
 SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
@@ -123,12 +123,12 @@ class Rows:
 
 
 class StepGraph:
-    """The model's pass over up to ROWS[-1] rows of one sequence at a time, or of several: `joined` says of how many
-    rows of how many there are graphs, which take long to be captured."""
+    """The model's pass over up to STEP_ROWS[-1] rows of one sequence at a time, or of several: `joined` says of how
+    many rows of how many there are graphs, which take long to be captured."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
-        self.sizes = tuple(rows for rows in ROWS if rows % layout.grain == 0)
+        self.sizes = tuple(rows for rows in STEP_ROWS if rows % layout.grain == 0)
         self.joined: set[tuple[int, int]] = set()
         self._rows: dict[tuple[int, int], Rows] = {}
         self._hidden: torch.Tensor | None = None  # one for all graphs
@@ -169,7 +169,7 @@ class StepGraph:
             return False
         if part.watches or part.chooses or (part.states and part.states.inputs is not None):
             return False
-        return not (self.model.taps or len(part.ids) > ROWS[-1] or self._by_row)
+        return not (self.model.taps or len(part.ids) > STEP_ROWS[-1] or self._by_row)
 
     def _run(self, parts: tuple[Part, ...]) -> torch.Tensor | None:
         """None where lists are too long."""
@@ -191,7 +191,7 @@ class StepGraph:
     def dry_run(self, shortest: bool = False) -> None:
         """Launch the kernels of every kind of step, or of short ones, with no rows in any."""
         mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
-        most = SHORT_ROWS if shortest else ROWS[-1] if mixture else ROWS_OF_OTHER_KINDS
+        most = SHORT_ROWS if shortest else STEP_ROWS[-1] if mixture else ROWS_OF_OTHER_KINDS
         for count in self.sizes:
             if count <= max(most, self.sizes[0]):
                 for fixes in {False, any(group.sealed for group in self.layout.groups)}:
@@ -210,7 +210,7 @@ class StepGraph:
     def _room(self, rows: int) -> torch.Tensor:
         """For what steps give, which is taken from there before the next one."""
         if self._hidden is None or len(self._hidden) < rows:
-            size = max(rows, ROWS[-1]), self.model.config.d_model
+            size = max(rows, STEP_ROWS[-1]), self.model.config.d_model
             self._hidden = torch.zeros(size, device=self.model.ops.device)
         return self._hidden[:rows]
 
