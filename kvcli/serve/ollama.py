@@ -28,6 +28,7 @@ from kvcli.serve.replies import Answer, Answers, Question, Reply
 from kvcli.serve.serving import Engines, Serving
 from kvcli.words import human_count
 
+THINKS = "low", "medium", "high", "max"
 VERSION = "0.12.0"  # of the interface, which clients ask for
 
 
@@ -67,6 +68,8 @@ class Options(msgspec.Struct, forbid_unknown_fields=True):
             raise UsageError(
                 "`options.num_keep` cannot be used: what stays is said to kv serve", "kv serve --keep sets it"
             )
+        if self.num_ctx is not None and self.num_ctx < 1:
+            raise UsageError(f"`options.num_ctx` must be 1 or more, not {self.num_ctx}", "leave it out")
         limit = None if self.num_predict is None else max(self.num_predict, -1)
         seed = self.seed if self.seed is None or self.seed >= 0 else None
         return asked.options(
@@ -129,6 +132,8 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """How the use of the template is changed."""
         if self.think is None:
             return None
+        if isinstance(self.think, str) and self.think not in THINKS:
+            raise UsageError(f"`think` must be true, false, {', '.join(THINKS)}, not {self.think[:40]!r}")
         effort = {"reasoning_effort": self.think} if isinstance(self.think, str) else None
         return asked.reasoning("on" if self.think else "off", None, effort)
 
@@ -285,7 +290,8 @@ async def generate(request: Request, serving: Serving[Answers], body: bytes) -> 
         return await _loads(request, serving, call, False)
     chats = await wire.while_connected(request, serving.host.load(call.name))
     if call.raw or not chats:
-        asked.refuse({"system": call.system}, "needs a chat template")
+        why = "cannot be used with `raw`" if call.raw else "needs a chat template, which this model has not"
+        asked.refuse({"system": call.system}, why)
         prompt: Any = asked.Raw(call.prompt)
     else:
         system = [{"role": "system", "content": call.system}] if call.system else []

@@ -128,6 +128,8 @@ class Call(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         asked.refuse({"max_tool_calls": self.max_tool_calls}, "cannot be used: it is of tools that a server has itself")
         if self.truncation not in (None, "disabled"):
             raise UsageError('`truncation` must be "disabled"', "kv serve --evict says what is forgotten")
+        if not self.input:
+            raise UsageError("`input` is empty", "give a text, or at least one item")
         listed = [Item("user", self.input)] if isinstance(self.input, str) else self.input
         messages = _joined([item.plain(number) for number, item in enumerate(listed) if item.type != "reasoning"])
         if self.instructions:

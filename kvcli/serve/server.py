@@ -69,6 +69,8 @@ class _Server(uvicorn.Server):
 
 def bound(host: str, port: int) -> socket.socket:
     """A listening socket: of a name and a port (0 = any that is free), or unix:PATH. Raises UsageError."""
+    if host == "unix:":
+        raise UsageError("--host unix: names no path", "write unix:PATH")
     if host.startswith("unix:"):
         return _unix(Path(host[len("unix:") :]))
     try:

@@ -103,6 +103,12 @@ def test_ollama_s_lists(llama: ollama.Client, server: Server) -> None:
         llama.chat("other", HELLO)
     with pytest.raises(ollama.ResponseError, match="num_ctx' is 99999, and the context 512"):
         llama.chat("tiny", HELLO, options={"num_ctx": 99999})
+    with pytest.raises(ollama.ResponseError, match="num_ctx' must be 1 or more, not -1"):
+        llama.chat("tiny", HELLO, options={"num_ctx": -1})
+    with pytest.raises(ollama.ResponseError, match="think' must be true, false, low, medium, high, max, not 'maybe'"):
+        llama.generate("tiny", "Hello", think="maybe")  # type: ignore[call-overload]
+    with pytest.raises(ollama.ResponseError, match="system' cannot be used with 'raw'"):
+        llama.generate("tiny", "Hello", raw=True, system="Be brief.")
     with pytest.raises(ollama.ResponseError, match="num_keep' cannot be used"):
         llama.chat("tiny", HELLO, options={"num_keep": 5})
     assert llama.chat("tiny", HELLO, options={"num_ctx": 256, "num_predict": 1}).done

@@ -230,7 +230,15 @@ def test_a_stop_tells_those_whose_answers_it_cuts(monkeypatch: pytest.MonkeyPatc
     assert _event(line.text) == {"error": told}
 
 
+def test_an_empty_input_is_refused_by_its_name(server: Server) -> None:
+    for nothing in ("", []):
+        refused = server.post("/v1/responses", {"input": nothing})
+        assert refused.status_code == 400 and "'input' is empty" in refused.json()["error"]["message"]
+
+
 def test_sockets(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names no path"):
+        serverfile.bound("unix:", 0)
     path = tmp_path / "kv.sock"
     with serverfile.bound(f"unix:{path}", 0):
         assert path.stat().st_mode & 0o777 == 0o600
