@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cachecases import SmallPool
-from gpucases import COMPILED, DEVICE, OPS, error
+from gpucases import COMPILED, DEVICE, OPS, error, watched  # noqa: F401
 from gpucases import Layer as Projections
 from kernelcases import one_thread
 from sealedcases import layout
@@ -78,6 +78,7 @@ class Layer:
         return out.cpu(), part
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize(
     ("entries", "limits", "forced", "types"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpucases import DEVICE, GpuCache, error
+from gpucases import DEVICE, GpuCache, error, watched  # noqa: F401
 from kernelcases import one_thread
 from sealedcases import gaussian
 
@@ -22,6 +22,7 @@ def _one_thread():
         yield
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_the_kernels_have(name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from expertcases import ROUTINGS, each_by_itself, layer, random, special, stack
-from gpucases import DEVICE, OPS, error, expect_activations, planes
+from gpucases import DEVICE, OPS, error, expect_activations, planes, watched  # noqa: F401
 from kernelcases import one_thread
 from test_gpu_products import few_programs
 
@@ -107,6 +107,7 @@ def test_the_largest_of_many_experts_and_tiles():
     assert error(found, each[ids[:, 0].long(), torch.arange(300)]) < 1e-5
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize(("shared", "biased"), ((False, False), (True, True)))
 @pytest.mark.parametrize("f", (32, 40))
 def test_a_mixture_is_that_of_the_reference(shared: bool, biased: bool, f: int):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gpucases import DEVICE, OPS, GpuCache, Layer, error
+from gpucases import DEVICE, OPS, GpuCache, Layer, error, watched  # noqa: F401
 from kernelcases import one_thread, record
 
 from kvcli.kernels import PagedKV
@@ -132,6 +132,7 @@ def test_a_layer_step_by_step(types, dims, more, chunks):
         start += t
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "dims", "more"),

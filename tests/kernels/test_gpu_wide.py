@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpucases import DEVICE
+from gpucases import DEVICE, watched  # noqa: F401
 
 from kvcli.kernels.gpu import wide
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -51,6 +51,7 @@ def test_norm(width, woven):
     assert not woven or torch.equal(found.values, weave(norm(x.to(DEVICE), weight.to(DEVICE), 1e-6), width).values)
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize(("post", "following"), [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize(("width", "parts"), [(70, 1), (256, 3)])
 def test_settle(width, parts, post, following):
@@ -120,6 +121,7 @@ def test_finish(scaled, added, parts):
     assert not added or found is into
 
 
+@pytest.mark.usefixtures("watched")
 @pytest.mark.parametrize("act", ["silu", "gelu", "clamped"])
 def test_a_feed_forward_part_is_that_of_the_reference(act):
     ops = GpuBackend(torch.device(DEVICE))
