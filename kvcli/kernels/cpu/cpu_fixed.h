@@ -463,7 +463,7 @@ static void NAME(fixed_matmul)(const kv_weight *w, int64_t n_weights, const floa
     a.groups_per_task = a.groups / (pool.tuner.limit * 8);
     if (a.groups_per_task < 1) a.groups_per_task = 1;
     parallel((m + FIXED_ROWS - 1) / FIXED_ROWS, NAME(to_fixed_task), &a);
-    parallel((a.groups + a.groups_per_task - 1) / a.groups_per_task, NAME(fixed_task), &a);
+    parallel_that((a.groups + a.groups_per_task - 1) / a.groups_per_task, NAME(fixed_task), &a, !states);
     if (states) end_uses(w, n_weights, states);
 }
 

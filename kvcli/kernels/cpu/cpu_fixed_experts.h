@@ -82,12 +82,15 @@ static void NAME(touch_run_task)(void *arg, int64_t task, int thread) {
         if (a->states[task * a->e->n_weights + n] == KEEPING) touch((uint8_t *)w->blocks, groups_of(w) * GROUP * w->row_bytes);
 }
 
-static void NAME(begin_uses)(NAME(fixed_pairs) *a) {
-    int64_t *state = a->states, keeping = 0;
+/* Returns whether all matrices are kept. */
+static int NAME(begin_uses)(NAME(fixed_pairs) *a) {
+    int64_t *state = a->states;
+    int keeping = 0, kept = 1;
     for (int64_t i = 0; i < a->n_runs; i++)
         for (int64_t n = 0; n < a->e->n_weights; n++, state++)
-            *state = begin_use(a->runs[i].a.w + n), keeping |= *state == KEEPING;
-    if (keeping) parallel(a->n_runs, NAME(touch_run_task), a);
+            *state = begin_use(a->runs[i].a.w + n), keeping |= *state == KEEPING, kept &= *state == KEPT;
+    if (keeping) parallel_that(a->n_runs, NAME(touch_run_task), a, 0);
+    return kept;
 }
 
 static void NAME(end_uses)(const NAME(fixed_pairs) *a) {
@@ -107,8 +110,8 @@ static void NAME(fixed_matmul_experts)(const kv_expert_products *e) {
         memset(a.at, 0, e->pairs * sizeof(kv_fixed *));
         int64_t tasks = NAME(place_pairs)(&a, fixed);
         parallel((e->pairs / e->each + FIXED_ROWS - 1) / FIXED_ROWS, NAME(pairs_to_fixed_task), &a);
-        NAME(begin_uses)(&a);
-        parallel(tasks, NAME(fixed_run_task), &a);
+        int kept = NAME(begin_uses)(&a);
+        parallel_that(tasks, NAME(fixed_run_task), &a, kept);
         NAME(end_uses)(&a);
     }
     free(a.at), free(a.beside), free(a.runs), free(a.states);

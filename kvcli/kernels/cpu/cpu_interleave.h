@@ -175,7 +175,9 @@ static void touch(uint8_t *memory, int64_t bytes) {
 static void touch_task(void *arg, int64_t task, int thread) { (void)thread, touch((uint8_t *)arg + task * PIECE, 1); }
 
 /* The same by all threads, each piece by one: two that write into the same one would both clear it. */
-static void touch_all(uint8_t *memory, int64_t bytes) { parallel((bytes + PIECE - 1) / PIECE, touch_task, memory); }
+static void touch_all(uint8_t *memory, int64_t bytes) {
+    parallel_that((bytes + PIECE - 1) / PIECE, touch_task, memory, 0);
+}
 
 /* Give back the whole pages in memory that is mapped from a file; what is read again comes from the file. */
 static void give_back(const uint8_t *memory, int64_t bytes) {
@@ -210,7 +212,7 @@ void kv_interleave(const kv_weight *w, int64_t k, uint8_t *out, int64_t mapped) 
     if (each > (groups + pool.tuner.limit - 1) / pool.tuner.limit) each = (groups + pool.tuner.limit - 1) / pool.tuner.limit;
     interleave_args a = {w, k, each < 1 ? 1 : each, out};
     touch_all(out, groups * group_bytes);
-    parallel((groups + a.groups_per_task - 1) / a.groups_per_task, interleave_task, &a);
+    parallel_that((groups + a.groups_per_task - 1) / a.groups_per_task, interleave_task, &a, 0);
     if (mapped) give_back(w->blocks, w->rows * w->row_bytes);
 }
 

@@ -172,7 +172,7 @@ static void wait_for_tasks(int64_t n_tasks) {
 /* Held by whoever runs tasks: several engines of a process take turns, call by call. */
 static pthread_mutex_t callers = PTHREAD_MUTEX_INITIALIZER;
 
-static void run_tasks(int64_t n_tasks, task_fn fn, void *arg) {
+static void run_tasks(int64_t n_tasks, task_fn fn, void *arg, int tells) {
     if (pool.tuner.limit <= 1 || n_tasks <= 1) {
         for (int64_t t = 0; t < n_tasks; t++) fn(arg, t, 0);
         return;
@@ -193,15 +193,18 @@ static void run_tasks(int64_t n_tasks, task_fn fn, void *arg) {
     }
     if (atomic_load(&pool.done) != n_tasks) wait_for_tasks(n_tasks);
     int64_t now = nanoseconds();
-    if (shortest != INT64_MAX) kv_tuner_add(&pool.tuner, now, (double)shortest * (double)n_tasks, (double)(now - began));
+    if (tells && shortest != INT64_MAX) kv_tuner_add(&pool.tuner, now, (double)shortest * (double)n_tasks, (double)(now - began));
 }
 
-/* Run fn(arg, task, thread) for every task of [0, n_tasks). */
-static void parallel(int64_t n_tasks, task_fn fn, void *arg) {
+/* Run fn(arg, task, thread) for every task of [0, n_tasks). `tells`: whether its speed says how many threads are best, which it
+ * does not where tasks wait for fresh memory. */
+static void parallel_that(int64_t n_tasks, task_fn fn, void *arg, int tells) {
     pthread_mutex_lock(&callers);
-    run_tasks(n_tasks, fn, arg);
+    run_tasks(n_tasks, fn, arg, tells);
     pthread_mutex_unlock(&callers);
 }
+
+static void parallel(int64_t n_tasks, task_fn fn, void *arg) { parallel_that(n_tasks, fn, arg, 1); }
 
 static void start_threads(int threads) {
     pthread_mutex_lock(&callers);
