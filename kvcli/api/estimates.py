@@ -88,7 +88,7 @@ def estimate(
     >>> import kvcli
     >>> found = kvcli.estimate("llama-3.1-8b", gpu="rtx3060-12g", ctx=65536)
     >>> found.best.cache_type, found.best.total_bytes >> 20, found.best.max_ctx
-    ('int8', 11262, 87616)
+    ('int8', 11307, 86592)
     >>> [choice.cache_type for choice in found.choices if not choice.fits]
     ['f32', 'f16']
     """
