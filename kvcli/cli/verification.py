@@ -48,8 +48,8 @@ class Verification:
 def verify(engine: Engine, tokens: int) -> Verification:
     """Compare the plan for a sequence of `tokens`, the longest that this process ran, with its peak until now.
 
-    On a GPU other programs count, too. On a CPU weights that are kept when they are used
-    again, and were not, are left out of the plan.
+    On a GPU other programs count, too. On a CPU weights are kept when they are used again: those that
+    were not need not have been in memory, and the plan is taken with as much of them as comes nearest.
     """
     plan, pending = engine.predict(tokens), engine.loaded.pending_bytes
     pool, layout = engine.pool, engine.layout
@@ -64,9 +64,10 @@ def verify(engine: Engine, tokens: int) -> Verification:
         mapped = mapped_bytes(engine.loaded.path)
         weights = None if mapped is None else mapped + engine.loaded.interleaved_bytes
         known |= {"weights": weights, _RUNTIME: engine.loaded.bytes_before}
-    planned = {r.name: r.bytes - pending * (r.name == "weights") for r in plan.rows}
+    left_out = min(pending, max(0, plan.total - peak))
+    planned = {r.name: r.bytes - left_out * (r.name == "weights") for r in plan.rows}
     rows = [Row(r.name, planned[r.name], known[r.name], r.source) for r in plan.rows if known.get(r.name)]
-    rest, total = peak - sum(row.measured or 0 for row in rows), plan.total - pending
+    rest, total = peak - sum(row.measured or 0 for row in rows), plan.total - left_out
     rows.append(Row("everything else", total - sum(row.predicted for row in rows), rest))
     return Verification(tokens, tuple(rows), total, peak)
 
