@@ -9,6 +9,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+GROWTH_BYTES = 36 << 20  # of a run beyond its model: code that is read again, and what Python's own memory grows by
 _STATUS, _SMAPS = Path("/proc/self/status"), Path("/proc/self/smaps")
 
 

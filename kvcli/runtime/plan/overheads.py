@@ -19,11 +19,12 @@ from typing import Any
 
 from kvcli import paths
 from kvcli.runtime.host.memory import CUDA
+from kvcli.runtime.host.processmemory import GROWTH_BYTES
 
 SCHEMA = 1
 # The interpreter, torch and its libraries: of a build for CPUs alone; of one for GPUs, whose libraries come with it.
 # In a program that imports kvcli, 70 MiB more, most of which is code that the system may forget (startup.release_code).
-_CPU_BUILD_BYTES, _GPU_BUILD_BYTES = 156 << 20, 490 << 20
+_CPU_BUILD_BYTES, _GPU_BUILD_BYTES = (146 << 20) + GROWTH_BYTES, 490 << 20
 _CONTEXT_BYTES = 450 << 20  # on a GPU: the CUDA context with the libraries' modules
 _GPU_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 

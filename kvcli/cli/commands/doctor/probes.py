@@ -52,7 +52,7 @@ def examine(settings: Finding, prompts: Path, begin: Callable[[str], None]) -> I
     memory = _probe("memory", _memory, _speeds_of_memory)
     yield memory
     if "problem" not in program.values:
-        size = f"{human_bytes(program.values['runtime_bytes'])} for Python, torch and libraries, before any model"
+        size = f"{human_bytes(program.values['runtime_bytes'])} for Python, torch and libraries, beside any model"
         program = Finding("program", (size,), program.values)
     yield program
     measured = [(CPU, program.values.get("runtime_bytes"), memory.values.get("bandwidth_gb_s"))]
