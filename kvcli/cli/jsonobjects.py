@@ -37,3 +37,12 @@ def failure(error: Mapping[str, Any], text: str = "") -> str:
 def schema() -> str:
     """The JSON Schema of all objects."""
     return _SCHEMA.read_text("utf-8")
+
+
+def is_json(text: str) -> bool:
+    """Whether it is a whole JSON text."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcli.cli.invocation import Invocation
+from kvcli.cli.jsonobjects import is_json
 from kvcli.cli.overflow import Cut
 from kvcli.cli.render import is_terminal
 from kvcli.cli.toolcalls import ToolCalls
@@ -23,6 +24,7 @@ from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
 from kvcli.words import counted, human_bytes, human_seconds
 
+CUT_FORM = "stop: the limit of -n; the answer is not whole, a larger -n lets it end"
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
 
 
@@ -130,6 +132,8 @@ class Result:
             return f"stop: context full ({self.cache.tokens:,}/{self.cache.limit:,})"
         if end.finish_reason == "length" and self.params.unattended:
             return f"stop: {len(end.ids):,} tokens, the limit where stdout is no terminal; -n sets another, -n -1 none"
+        if end.finish_reason == "length" and self.params.grammar and not is_json(self.text):
+            return CUT_FORM
         if end.finish_reason == "repetition" and loop is not None:
             return (
                 f"stop: the answer repeats itself ({loop.tokens} tokens, {loop.times} times the same {loop.period});"

@@ -22,8 +22,9 @@ from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.flags.tools import ToolFlags
 from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
+from kvcli.cli.report import CUT_FORM
 from kvcli.cli.sinks import TextSink
-from kvcli.cli.streams import write_err
+from kvcli.cli.streams import say, write_err
 from kvcli.cli.toolcalls import ToolCalls
 from kvcli.errors import KVError, ModelError, UsageError
 from kvcli.peers import mapping, vllm
@@ -110,6 +111,8 @@ async def _answered(upstream: Upstream, question: Question, sink: TextSink, inte
         sink.broken()
         raise
     sink.finish(end, ToolCalls.of(parts) if question.tools else None)
+    if question.grammar is not None and end is not None and end.finish_reason == "length":
+        say(CUT_FORM)
 
 
 @dataclass(frozen=True)

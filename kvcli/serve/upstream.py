@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kvcli.peers import http1, mapping
 from kvcli.runtime.engine.events import End, Event, Prefill, Timings, Token, Usage
 from kvcli.runtime.text.tools.parts import CallPart
+from kvcli.runtime.text.tools.schemas import meant
 from kvcli.serve import asked
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Refused
@@ -137,7 +138,7 @@ class Upstream:
         body |= mapping.sent(question.options)
         body |= {} if question.count == 1 else {"n": question.count}
         if isinstance(question.grammar, asked.Shape):
-            schema = {"name": "answer", "schema": question.grammar.schema, "strict": True}
+            schema = {"name": "answer", "schema": meant(question.grammar.schema), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         prompt = question.prompt
         if isinstance(prompt, asked.Raw):

@@ -60,6 +60,14 @@ def test_an_answer_that_nobody_sees_has_a_limit(kv, monkeypatch):
     assert kv("run", "hello").out == text + "\n"
 
 
+@pytest.mark.parametrize(("answer", "told"), [('{"name": "', True), ('{"name": "Ann"}', False)])
+def test_json_that_is_cut_is_said_in_a_pipe_too(kv, answer, told):
+    kv.engine.answers = [answer + " " * 9] * 2
+    outcome = kv("run", "hello", "--json-schema", '{"properties": {"name": {}}}', "-n", str(len(answer)))
+    line = "kv: stop: the limit of -n; the answer is not whole, a larger -n lets it end\n"
+    assert (outcome.code, outcome.out, outcome.err) == (0, answer + "\n", line if told else "")
+
+
 def test_the_default_limit_takes_no_room_from_a_prompt_that_is_cut(kv):
     """A quarter of the context is left to the answer, as without a limit."""
     kv.engine.ctx_size = 400

@@ -14,6 +14,7 @@ import pytest
 from engines import open_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
 
 from kvcli.errors import UsageError
 from kvcli.options import CacheOptions, SampleOptions
@@ -21,6 +22,7 @@ from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.text import grammar
 from kvcli.runtime.text.reasoning import STYLES, Thinking
+from kvcli.runtime.text.tools.schemas import kinds, meant
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,29 @@ def test_every_whole_answer_is_of_the_schema(engine: Engine, schema: Any, seed: 
         jsonschema.validate(json.loads(text), schema)
     else:
         assert end.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("schema", "none", "some"),
+    [
+        ({"properties": {"a": {"type": "null"}}, "required": ["a"]}, "1", '{"a": null}'),
+        ({"required": ["a"]}, '"a"', '{"a": 1}'),
+        ({"items": {"additionalProperties": {"type": "null"}}, "type": "array"}, "[1]", '[{"a": null}]'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": {}}}}, "1", "{}"),
+        ({"anyOf": [{"type": "null"}, {"properties": {"a": {}}}]}, "1", "null"),
+        ({"type": "object", "properties": {"properties": {"required": ["a"]}}}, '{"properties": 1}', "{}"),
+        ({"type": "object", "properties": {"required": {"type": "null"}}}, "1", '{"required": null}'),
+        ({"enum": [{"properties": 1}, 5]}, "1", "5"),
+        ({"type": ["null", "object"], "properties": {}}, "1", "null"),
+    ],
+)
+def test_a_schema_with_properties_and_no_type_is_one_of_objects(schema: Any, none: str, some: str) -> None:
+    def takes(text: str) -> bool:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar.json_schema(schema))
+        return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+    assert takes(some) and not takes(none)
+    assert schema == meant(schema) or kinds(meant(schema), meant(schema)) == kinds(schema, schema)
 
 
 def test_a_regular_expression_and_a_grammar(engine: Engine) -> None:

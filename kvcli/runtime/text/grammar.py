@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from kvcli.errors import UsageError
 from kvcli.runtime.text.tokenizer import Tokenizer
-from kvcli.runtime.text.tools.schemas import endless
+from kvcli.runtime.text.tools.schemas import endless, meant
 
 ANY_JSON: dict[str, Any] = {"type": "object"}
 # A step takes some 20 ms at most, an answer's automaton some 100 MB. Nothing is computed ahead: that can take hours.
@@ -29,7 +29,7 @@ _LIMITS = LLParserLimits(precompute_large_lexemes=False, max_lexer_states=50_000
 def json_schema(schema: Mapping[str, Any] | str | bytes, called: str = "the JSON schema", lenient: bool = False) -> str:
     """What an answer follows that is JSON of this schema, as `SampleOptions.grammar` takes it. Raises UsageError, with
     the path of what is wrong, for a schema that is none or cannot be followed. `lenient`: what it says beside types and
-    properties is left out where it cannot be followed."""
+    properties is left out where it cannot be followed. A schema with properties and no type is one of objects."""
     return COMPILER("json_schema", schema if isinstance(schema, Mapping) else _text(schema), called, lenient)
 
 
@@ -74,6 +74,10 @@ def _json_schema(schema: Mapping[str, Any] | str, called: str, lenient: bool) ->
             raise UsageError(f"{called} is not JSON: {error}") from None
         if not isinstance(schema, Mapping):
             raise UsageError(f'{called} must be an object, such as {{"type": "object"}}')
+    try:
+        schema = dict(meant(schema))
+    except RecursionError:
+        raise UsageError(f"{called} cannot be followed: it is nested too deeply") from None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     # White space is fixed: small models would go on with it for ever.
     spaced: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": lenient}

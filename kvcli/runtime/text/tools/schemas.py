@@ -111,11 +111,42 @@ def kinds(schema: Any, root: Schema) -> frozenset[str]:
             types |= {said} if isinstance(said, str) else set(map(str, said))
         elif isinstance(values := choices(found), list):
             types |= set(map(_kind, values))
+        elif _is_object(found):
+            types |= {"object"}
         elif several := [found[key] for key in ("anyOf", "oneOf") if isinstance(found.get(key), list) and found[key]]:
             waiting += several[0]
         else:
             return _ALL
     return frozenset(types) or _ALL
+
+
+_OBJECTS = frozenset({"properties", "required", "additionalProperties"})
+_SAID = frozenset({"type", "enum", "const", "$ref", "anyOf", "oneOf"})
+
+
+def _is_object(schema: Schema) -> bool:
+    """Whether it says no type, but what its objects hold: to JSON Schema values of other types are of it, too."""
+    return bool(_OBJECTS & set(schema)) and not _SAID & set(schema)
+
+
+_ONE, _LISTS = ("items", "additionalProperties"), ("items", "prefixItems", "anyOf", "oneOf", "allOf")
+_NAMED = ("properties", "patternProperties", *_SHARED)
+
+
+def meant(schema: Any) -> Any:
+    """The schema with `"type": "object"` wherever one names properties, or which are required or allowed, and says no
+    type. Values that it only lists (`enum`, `const`, `default`) stay as they are."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {"type": "object", **schema} if _is_object(schema) else dict(schema)
+    for key, value in found.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            found[key] = {name: meant(each) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            found[key] = [meant(each) for each in value]
+        elif key in _ONE:
+            found[key] = meant(value)
+    return found
 
 
 def reference(schema: Any) -> str:
