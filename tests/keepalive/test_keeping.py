@@ -36,6 +36,7 @@ from kvcli.keepalive import (
 )
 from kvcli.keepalive.forkedcommand import Request
 from kvcli.options import ChatOptions, LoadOptions, LoraOption
+from kvcli.runtime.plan.overheads import assumed_bytes
 
 
 @pytest.mark.parametrize(
@@ -309,7 +310,8 @@ def test_idle_processes_make_room_where_it_is_enough(
 
 
 @pytest.mark.parametrize(
-    ("how", "helps"), [(("--vram-limit", "400M", "-c", "10000000"), False), (("-c", "400000000"), True)]
+    ("how", "helps"),
+    [(("--vram-limit", str(assumed_bytes("cpu") + (250 << 20)), "-c", "10000000"), False), (("-c", "400000000"), True)],
 )
 def test_nobody_makes_room_below_a_limit(
     how: tuple[str, ...], helps: bool, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
