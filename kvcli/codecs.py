@@ -110,8 +110,9 @@ _OTHER_NAMES = {other: row.name for row in CODECS.values() for other in (*row.al
 
 
 def codec(name: str) -> Codec:
-    """The cache type of that name, or of which it is an alias. Raises UsageError if there is none."""
-    found = CODECS.get(_OTHER_NAMES.get(name, name))
+    """The cache type of that name, or of which it is an alias, in capitals or not. Raises UsageError if there is none."""
+    lower = name.lower()
+    found = CODECS.get(_OTHER_NAMES.get(lower, lower))
     if found is None:
         raise UsageError(f"unknown cache type '{name}'", f"cache types: auto, {', '.join(CODECS)}")
     return found
@@ -119,7 +120,7 @@ def codec(name: str) -> Codec:
 
 def canonical(name: str) -> str:
     """The cache type's own name: aliases resolved, "auto" is f16. Raises UsageError if there is none."""
-    return "f16" if name == "auto" else codec(name).name
+    return "f16" if name.lower() == "auto" else codec(name).name
 
 
 def alias_note(name: str) -> str:

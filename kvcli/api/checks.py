@@ -113,12 +113,12 @@ def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
 
 
 def check_cache_type(name: str, called: str = "`cache_type`") -> str:
-    """The name as given. Raises UsageError that lists what exists; `called`: what to call the option there."""
+    """The name as given, in lower case. Raises UsageError that lists what exists; `called`: what to call the option there."""
     try:
         canonical(name)
     except UsageError:
         raise UsageError(f"{called}: '{name}' is not a cache type", f"available: auto, {', '.join(CODECS)}") from None
-    return name
+    return name.lower()
 
 
 def type_pair(text: str, called: str = "`cache_type`") -> Types:

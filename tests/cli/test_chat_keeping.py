@@ -27,6 +27,24 @@ def test_a_chat_is_saved_from_now_on(kv, tmp_path):
     assert chat(kv, "x\n", "--resume", "ann").code == 0, "its lock is free"
 
 
+def test_a_saved_chat_is_opened_as_before(kv, monkeypatch):
+    kv.engine.answers = ANSWERS * 2
+
+    def opened(*args: str, script: str = "a\n") -> tuple[int, str, str]:
+        assert chat(kv, script, *args).code == 0
+        options = kv.opened[-1][1]
+        return options.ctx_size, options.type_k, options.type_v
+
+    assert opened("--session", "ann", "-c", "4k", "-ct", "Q8_0/int4") == (4096, "q8_0", "int4")
+    assert opened("--continue") == opened("--session", "ann") == (4096, "int8", "int4")
+    assert opened("--resume", "ann", "-ct", "f16") == (4096, "f16", "f16")
+    assert opened("--resume", "ann", "-c", "0", script="/ctx 2k\nb\n")[1] == "f16"
+    assert opened("--resume", "ann") == (2048, "f16", "f16")
+    monkeypatch.setenv("KV_CTX_SIZE", "1k")
+    assert opened("--resume", "ann") == (1024, "f16", "f16")
+    assert opened("--resume", "ann", "-m", "other") == (1024, "auto", "auto")  # it may have no room for it
+
+
 def test_what_cannot_be_saved_is_said(kv, talk):
     chat(kv, "first\n", "--session", "ann")
     held = sessions.Session("eve", "m", {})

@@ -199,3 +199,8 @@ def test_regen_says_why_nothing_changes(kv):
     assert same not in chat(kv, "first\n/regen\n", "--temp", "0").err, "it did change"
     kv.engine.answers = ["one", "one"]
     assert same not in chat(kv, "first\n/regen\n").err
+
+
+def test_hints_of_a_chat_can_be_typed_there(kv):
+    hint = "  use a context of 192 or more (/ctx 192), or a smaller kv chat --page-size\n"
+    assert chat(kv, "/evict sink\n/ctx 100\n").err.endswith(hint)

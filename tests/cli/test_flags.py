@@ -143,10 +143,10 @@ def test_nonsense_is_one_clear_line_and_exit_2(kv, args):
 
 
 def test_cache_types_and_their_aliases(kv):
-    for given in ("auto", *CODECS, "fp8_e4m3", "q8_0", "q4_0"):
+    for given in ("auto", *CODECS, "fp8_e4m3", "q8_0", "q4_0", "Q4_0", "F16", "AUTO"):
         kv("run", "hello", "-ctk", given, "-ctv", "f16")
         cache = kv.opened[-1][1]
-        assert (cache.type_k, cache.type_v, cache.force_types) == (given, "f16", False)
+        assert (cache.type_k, cache.type_v, cache.force_types) == (given.lower(), "f16", False)
     kv("run", "hello", "-ct", "int4", "--force-cache-type")
     assert (kv.opened[-1][1].type_v, kv.opened[-1][1].force_types) == ("int4", True)
     outcome = kv("run", "hello", "-ctk", "q5_1")

@@ -28,15 +28,18 @@ def ps(ctx: typer.Context, json: JsonFlag = False) -> None:
     if json:
         render.print_json("ps", {"processes": found})
         return
+    if not found:
+        render.announce("no model is loaded", ctx.obj)
+        return
     rows = [
         [about["model"], str(about["pid"]), about["device"], human_bytes(about["memory_bytes"]), _left(about)]
         for about in found
     ]
-    render.print_table(["model", "pid", "device", "memory", "leaves"], rows, ctx.obj, right={1, 3})
+    render.print_table(["model", "pid", "device", "memory", "exits"], rows, ctx.obj, right={1, 3})
 
 
 def _left(about: dict[str, Any]) -> str:
-    """When a process will leave, if nothing is asked of it."""
+    """When a process will exit, if nothing is asked of it."""
     if about.get("state", socketfolder.READY) != socketfolder.READY:
         return f"it is {about['state']}"
     if about["commands"]:

@@ -31,25 +31,25 @@ def stop(
     all: Annotated[bool, typer.Option("--all", help="Every model.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Let a model leave that stays in memory. What it is answering is answered first."""
+    """Unload a model that stays in memory. What it is answering is answered first."""
     if model is not None and all:
         raise UsageError("MODEL and --all cannot be used together")
     found = keeping.processes()
     names = sorted({about["model"] for _, about in found})
     if model is None and not all and len(found) > 1:
-        raise UsageError(f"{len(found)} models stay: {', '.join(names)}", "name one, or use --all")
+        raise UsageError(f"{len(found)} models are loaded: {', '.join(names)}", "name one, or use --all")
     chosen = [(name, about) for name, about in found if model is None or _is(about, model)]
     if model is not None and not chosen:
-        raise ModelError(f"{model} does not stay in memory", f"kv ps lists: {', '.join(names) or 'nothing'}")
+        raise ModelError(f"{model} is not loaded", f"kv ps lists: {', '.join(names) or 'nothing'}")
     stopped = [about for name, about in chosen if keeping.stop(name)]
     if json:
         render.print_json("stop", {"processes": stopped})
         return
     for about in stopped:
-        later = ", when it has answered" if about["commands"] else ""
-        render.announce(f"{about['model']} (process {about['pid']}) leaves{later}", ctx.obj)
+        ends = "will exit after its answer" if about["commands"] else "exits"
+        render.announce(f"{about['model']} (process {about['pid']}) {ends}", ctx.obj)
     if not stopped:
-        render.notice("no model stays in memory", ctx.obj)
+        render.announce("no model is loaded", ctx.obj)
 
 
 def _is(about: dict[str, Any], model: str) -> bool:

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcli import paths
+from kvcli.codecs import CODECS
 from kvcli.errors import OutputError, UsageError
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.promptcache.attachments import Attachments
@@ -61,7 +62,7 @@ class Branches:
     def __init__(self) -> None:
         self.branch, self.scope = MAIN, ""  # of the store, where the rows of a saved chat are kept
         self.states: dict[str, dict[str, Any]] = {}
-        self.attachments = Attachments()
+        self.attachments, self.opened = Attachments(), Opened()
 
     @property
     def saved_as(self) -> str:
@@ -123,6 +124,28 @@ class Branches:
         """Nothing to let go of."""
 
 
+class Opened(NamedTuple):
+    """With which context and cache types a chat was opened, or went on; 0 and "auto" = by default."""
+
+    ctx_size: int = 0
+    type_k: str = "auto"
+    type_v: str = "auto"
+
+    @property
+    def types(self) -> str:
+        """Both as one option has them; "" = by default."""
+        return "" if self.type_k == self.type_v == "auto" else f"{self.type_k}/{self.type_v}"
+
+
+def _opened(value: Any) -> Opened:
+    """Raises TypeError for nonsense."""
+    found = Opened(**value)
+    names = ("auto", *CODECS)
+    if not isinstance(found.ctx_size, int) or found.ctx_size < 0 or not {found.type_k, found.type_v} <= {*names}:
+        raise TypeError("opened")
+    return found
+
+
 @dataclass(frozen=True)
 class Saved:
     """What a session's file has. `saved_at`: time of its last change."""
@@ -136,6 +159,7 @@ class Saved:
     saved_at: float
     lora: tuple[str, ...] = ()  # the adapters that the chat was held with, as --lora names them
     scope: str = ""  # of the store, in which its rows are kept
+    opened: Opened = Opened()
 
     def messages(self, branch: str = "") -> list[dict[str, str]]:
         """The messages of a branch, "" = the one at hand, with the system message in front. Raises UsageError."""
@@ -195,7 +219,9 @@ def parsed(name: str, value: dict[str, Any], saved_at: float) -> Saved:
     if scope:
         check_name(scope, "scope")
     model, hashes, branch = (value[key] for key in ("model", "hashes", "branch"))
-    found = Saved(name, model, hashes, branch, states, attachments, saved_at, lora, scope)
+    found = Saved(
+        name, model, hashes, branch, states, attachments, saved_at, lora, scope, _opened(value.get("opened", {}))
+    )
     for branch in ("", *found.states):
         if not all(isinstance(m["role"] + m["content"], str) for m in found.messages(branch)):
             raise TypeError(branch)
@@ -323,7 +349,7 @@ class Session(Branches):
         self.states[self.branch] = conversation.state()
         texts = (message["content"] for state in self.states.values() for message in state["messages"])
         return {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
-                "scope": self.scope, "hashes": self.hashes, "branch": self.branch, "branches": self.states,
+                "scope": self.scope, "opened": self.opened._asdict(), "hashes": self.hashes, "branch": self.branch, "branches": self.states,
                 "files": self.attachments.state(texts)}  # fmt: skip
 
     def save(self, conversation: Conversation) -> None:

@@ -18,7 +18,7 @@ import typer
 from kvcli.cli import engines, keeping, render, report
 from kvcli.cli.answer import settle
 from kvcli.cli.app import App
-from kvcli.cli.commands.chat import importing, messages, savedchats, slash, transcript
+from kvcli.cli.commands.chat import importing, messages, reopening, savedchats, slash, transcript
 from kvcli.cli.commands.chat.chatoptions import ChatOptions
 from kvcli.cli.commands.chat.flags import ChatFlags
 from kvcli.cli.commands.chat.group import ChatGroup
@@ -102,7 +102,9 @@ def chat(
         load = draft.add_to(load, sample.spec)
         keeping.find_process(load, staying.seconds, False, invocation)
         evict_options = evict.options(cache.page_size)
-        cache_options, name = cache.options(evict_options, attend.options(evict_options)), flags.session_name()
+        name = flags.session_name()
+        cache = reopening.as_saved(ctx, cache, name, load.model, invocation)
+        cache_options = cache.options(evict_options, attend.options(evict_options))
         message = system.text(render.telling(invocation))
         stats = report.wants_stats(flags.stats, invocation)
         aside, kept = partial(render.aside, invocation=invocation), named.add_to(store.options(invocation))
@@ -122,6 +124,7 @@ def chat(
         engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
         with closing(_branches(name, load, loaded, kept.scope)) as branches:
             branches.restore(conversation)
+            branches.opened = reopening.opened_with(cache_options)
             told = _replace_system(conversation, message)
             engine = engines.engine_of(
                 loaded, invocation, conversation.system_tokens() if loaded.terms.keeps_prompt else 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
+from kvcli.cli.wording import as_flags
 from kvcli.words import meant, near
 
 TO_SEND = "a line that begins with // is sent as a message, without the first /"
@@ -28,6 +30,7 @@ _COMMANDS = {
     "stop cancel": "Ctrl-C stops an answer, /set stop TEXT ends answers at a text",
     "usage perf": "/stats shows the last answer in figures",
 }
+_BEGINS = frozenset({"budget", "cache_type", "keep", "page_size", "sinks", "tail", "type_k", "type_v", "window"})
 _SETTINGS = {
     "parameter param option": "without that word: /set temperature 0.3",
     "system": "/system TEXT replaces the system message",
@@ -52,6 +55,23 @@ def of_command(name: str, known: Iterable[str], settings: Iterable[str]) -> str:
     if setting := near(word, settings, alike=0.8):
         return f"/set {setting[0]} shows it, /set {setting[0]} VALUE changes it"
     return meant(near(name, known)) or f"/help lists the commands; {TO_SEND}"
+
+
+def to_type(text: str) -> str:
+    """What the runtime says of its options, in backticks, with what can be typed in a chat in their place.
+
+    >>> to_type("`ctx=8192` has room, or begin with a smaller `page_size`")
+    '/ctx 8192 has room, or begin with a smaller kv chat --page-size'
+    """
+    return re.sub("`[^`]*`", lambda found: _typed(found[0]), text)
+
+
+def _typed(field: str) -> str:
+    name, _, value = field.strip("`").partition("=")
+    if name in ("ctx", "evict"):
+        return f"/{name} {value}".strip()
+    flag = as_flags(field)
+    return f"kv chat {flag}" if name in _BEGINS else flag
 
 
 def of_setting(word: str, known: Iterable[str]) -> str:

@@ -375,7 +375,7 @@ class ChatSession:
             if saved.states:
                 raise UsageError(f"there is a saved chat '{name}' already", "take another name; kv chat ls lists them")
             saved.branch, saved.states = self.branches.branch, dict(self.branches.states)
-            saved.attachments = self.branches.attachments
+            saved.attachments, saved.opened = self.branches.attachments, self.branches.opened
             saved.save(self.conversation)
         except BaseException:
             saved.close()

@@ -16,7 +16,7 @@ from kvcli.cli.report import full_stats
 from kvcli.cli.streams import say, wrapped, write_err
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
-from kvcli.errors import UsageError
+from kvcli.errors import KVError, UsageError
 from kvcli.options import EvictOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.promptcache.sessions import path_of
@@ -83,7 +83,11 @@ def _obey(session: ChatSession, line: str) -> bool:
         return False
     if not argument and command.argument and not command.argument.startswith("["):
         raise UsageError(f"{name} needs {command.argument}", f"{name} {command.argument}: {command.text}")
-    command.run(session, argument)
+    try:
+        command.run(session, argument)
+    except KVError as error:
+        error.message, error.hint = hints.to_type(error.message), hints.to_type(error.hint)
+        raise
     return True
 
 
@@ -188,7 +192,9 @@ def _called(name: str) -> Iterator[None]:
 
 def _ctx(session: ChatSession, size: str) -> None:
     if size:
-        session.change(parse_tokens(size, "/ctx"), session.evict)
+        wanted = parse_tokens(size, "/ctx")
+        session.change(wanted, session.evict)
+        session.branches.opened = session.branches.opened._replace(ctx_size=wanted)
     facts = session.facts()
     limit, used = facts.limit, facts.tokens
     say(f"context: {used:,} of {limit:,} tokens ({100 * used / limit:.1f} %), {facts.room}")

@@ -208,7 +208,7 @@ def retention(asked: EvictOptions, ctx_size: int, page_size: int) -> Retention |
         raise UsageError(
             f"the context of {ctx_size:,} tokens is too short to evict: {held}"
             f" + {wanted} + {more:,} more before old ones go = {least:,}{beside}",
-            f"use a context of {least} or more{beside and ' beside the prompt'} (`ctx`)"
+            f"use a context of {least} or more{beside and ' beside the prompt'} (`ctx={least}`)"
             + (f", or `window={largest}`" if asked.window and largest >= page_size else ", or a smaller `page_size`"),
         )
     return chosen.retention(keep, window, page_size)
