@@ -110,7 +110,7 @@ _OTHER_NAMES = {other: row.name for row in CODECS.values() for other in (*row.al
 
 
 def codec(name: str) -> Codec:
-    """The cache type of that name, or of which it is an alias, in capitals or not. Raises UsageError if there is none."""
+    """The cache type of that name, or of which it is an alias, in any case. Raises UsageError if there is none."""
     lower = name.lower()
     found = CODECS.get(_OTHER_NAMES.get(lower, lower))
     if found is None:

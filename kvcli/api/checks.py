@@ -113,7 +113,7 @@ def check_pages(tail: int, sinks: int, types: Iterable[Types]) -> None:
 
 
 def check_cache_type(name: str, called: str = "`cache_type`") -> str:
-    """The name as given, in lower case. Raises UsageError that lists what exists; `called`: what to call the option there."""
+    """The name in lower case. Raises UsageError that lists what exists; `called`: what to call the option there."""
     try:
         canonical(name)
     except UsageError:

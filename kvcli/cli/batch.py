@@ -45,7 +45,7 @@ class Batch:
 class Answers:
     """The lines that come out: in the order of `numbers`, each as soon as those before it are there.
 
-    A file that exists is gone on with: it must hold the answers to the first lines. A last line that is not whole is
+    A file that exists is continued: it must hold the answers to the first lines. A last line that is not whole is
     made again.
     """
 

@@ -66,7 +66,7 @@ class Line:
         value = {key: each for key, each in value.items() if each is not None}
         for key in value:
             if key not in KEYS:
-                raise UsageError(f"`{key}` is no key of a line", meant(near(key, KEYS)) or f"keys: {', '.join(KEYS)}")
+                raise UsageError(f"unknown key '{key}'", meant(near(key, KEYS)) or f"keys: {', '.join(KEYS)}")
         if ("prompt" in value) == ("messages" in value):
             raise UsageError("a line has either `prompt` or `messages`")
         prompt = _text(value, "prompt") if "prompt" in value else None

@@ -252,7 +252,7 @@ def _choice(usage: Usage) -> str:
     if usage.choice is None:
         return ""
     read, compute = human_seconds(usage.choice.read_s), human_seconds(usage.choice.compute_s)
-    return f": {read} to read by prediction, {compute} to compute"
+    return f", predicted {read} to read, {compute} to compute"
 
 
 def result_object(result: Result) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Guard:
     def check(self, request: Request) -> None:
         """Raises Refused."""
         if self.hosts is not None and _name(request.headers.get("host", "")) not in self.hosts:
-            raise Refused(403, "this server does not go by that name", "kv serve --host says by which it does")
+            told = "kv serve --host NAME has it answer to NAME"
+            raise Refused(403, "this server does not answer to that host name", told)
         origin = request.headers.get("origin")
         if origin is not None and not self.allows(origin, request):
             raise Refused(403, "pages of other sites may not call this server", "kv serve --cors ORIGIN allows one")
@@ -131,7 +132,10 @@ def _worded_for(path: str) -> Worded:
 
 async def _no_route(guard: Guard, request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = {404: f"there is no {request.url.path[:200]} here", 405: f"{request.method} is not for {request.url.path}"}
+    known = {
+        404: f"there is no {request.url.path[:200]} here",
+        405: f"{request.method} is not allowed for {request.url.path}",
+    }
     if request.method == "OPTIONS" and (headers := guard.headers(request)):
         return Response(status_code=204, headers=headers)
     return _refused(Failure(status, known.get(status, "the call failed")), _worded_for(request.url.path), {})

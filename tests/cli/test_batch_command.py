@@ -74,7 +74,7 @@ def test_answers_come_in_the_order_of_the_file_and_are_those_of_single_runs(
     [
         ("nonsense", "line 2 is not valid JSON"),
         ("[1]", "line 2 is JSON, but not an object"),
-        ({"prompt": "x", "max_token": 3}, "max_token is no key of a line"),
+        ({"prompt": "x", "max_token": 3}, "unknown key 'max_token'"),
         ({"id": 4}, "either prompt or messages"),
         ({"prompt": "x", "messages": []}, "either prompt or messages"),
         ({"prompt": ""}, "prompt must be a text, and not empty"),

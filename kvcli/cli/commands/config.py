@@ -29,7 +29,7 @@ EXAMPLES = """
 kv config show
 kv config show bench
 kv config show ctx-size
-kv config set model gemma3-270m
+kv config set model gemma-3-270m
 kv config set ctx-size 32k
 kv config set chat.stats false
 kv config unset ctx-size
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
 
 
 def config(ctx: typer.Context) -> None:
-    """Show and change settings: values that options have without being typed.
+    """Show and change settings: the default values of options.
 
     An option takes the first of: the command line; its variable, such as KV_CTX_SIZE for --ctx-size; the config file,
     where the table of a command, such as [bench], comes before the top; a variable of another program that means the

@@ -149,7 +149,7 @@ class BatchFlags:
             help=(
                 'Answer each line of this file, {"prompt": TEXT} or {"messages": [...]}, perhaps with id, max_tokens,'
                 " temperature and so on; - = stdin. One JSON object a line comes out, in the same order; -o FILE keeps"
-                " them and, if it exists, is gone on with."
+                " them, and an existing FILE is continued."
             ),
         ),
     ] = None

@@ -93,6 +93,6 @@ class Keeper:
         if not store.root.exists():
             room, time = human_bytes(self.options.max_bytes), human_time(self.options.ttl_s)
             self.tell.announce(
-                f"long prompts are kept in {store.root}, at most {room} for {time}, and need not be computed again;"
-                " these files hold their tokens in clear, readable by you alone; `store=None` turns that off"
+                f"long prompts are kept in {store.root}, at most {room} for {time}, so that none is computed twice."
+                " The files hold their tokens in clear, readable by you alone; `store=None` turns that off"
             )

@@ -62,7 +62,7 @@ class Branches:
     def __init__(self) -> None:
         self.branch, self.scope = MAIN, ""  # of the store, where the rows of a saved chat are kept
         self.states: dict[str, dict[str, Any]] = {}
-        self.attachments, self.opened = Attachments(), Opened()
+        self.attachments, self.opened = Attachments(), AS_DEFAULT
 
     @property
     def saved_as(self) -> str:
@@ -137,6 +137,9 @@ class Opened(NamedTuple):
         return "" if self.type_k == self.type_v == "auto" else f"{self.type_k}/{self.type_v}"
 
 
+AS_DEFAULT = Opened()
+
+
 def _opened(value: Any) -> Opened:
     """Raises TypeError for nonsense."""
     found = Opened(**value)
@@ -159,7 +162,7 @@ class Saved:
     saved_at: float
     lora: tuple[str, ...] = ()  # the adapters that the chat was held with, as --lora names them
     scope: str = ""  # of the store, in which its rows are kept
-    opened: Opened = Opened()
+    opened: Opened = AS_DEFAULT
 
     def messages(self, branch: str = "") -> list[dict[str, str]]:
         """The messages of a branch, "" = the one at hand, with the system message in front. Raises UsageError."""
@@ -349,7 +352,8 @@ class Session(Branches):
         self.states[self.branch] = conversation.state()
         texts = (message["content"] for state in self.states.values() for message in state["messages"])
         return {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
-                "scope": self.scope, "opened": self.opened._asdict(), "hashes": self.hashes, "branch": self.branch, "branches": self.states,
+                "scope": self.scope, "opened": self.opened._asdict(), "hashes": self.hashes,
+                "branch": self.branch, "branches": self.states,
                 "files": self.attachments.state(texts)}  # fmt: skip
 
     def save(self, conversation: Conversation) -> None:

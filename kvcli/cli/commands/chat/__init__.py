@@ -254,7 +254,10 @@ def _talk(session: ChatSession, invocation: Invocation, no_history: bool, early:
         draft, session.draft = session.draft, ""
         if draft and not explained:
             explained = True
-            render.step("what is back on the line: Enter sends it, typing replaces it, arrow keys keep it", invocation)
+            render.step(
+                "the last message is on the line again: Enter sends it, typing replaces it, arrow keys keep it",
+                invocation,
+            )
         try:
             line = editor.read(slash.as_message(draft))
             if slash.is_command(line):

@@ -14,7 +14,7 @@ from kvcli.cli.commands.estimate.others import ClusterFlags, print_command
 from kvcli.cli.engines import tell_aliases
 from kvcli.cli.flags.attending import AttendFlags
 from kvcli.cli.flags.eviction import EvictFlags
-from kvcli.cli.flags.shared import DraftFlags, grouped
+from kvcli.cli.flags.shared import DEFAULT_MODEL, DraftFlags, grouped
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
@@ -52,7 +52,10 @@ def estimate(
     cluster: ClusterFlags,
     output: OutputFlags,
     model: Annotated[
-        str | None, typer.Argument(help="A name, a .gguf file, a safetensors folder or org/repo[:quant].")
+        str | None,
+        typer.Argument(
+            help="A name, a .gguf file, a safetensors folder or org/repo[:quant].", show_default=DEFAULT_MODEL
+        ),
     ] = None,
     model_option: Annotated[
         str | None,
@@ -71,7 +74,8 @@ def estimate(
         plan = replace(plan, tp=1)  # what of a card is left there is reckoned by the program's own rules
     asked = evict.options(plan.page_size, prompt=False)
     load = draft.add_to(LoadOptions(""), plan.spec)
-    report = _report(model or model_option, plan, load, asked, attend.options(asked), shape, device, invocation)
+    name = model or model_option or (None if shape.given().shapes else DEFAULT_MODEL)
+    report = _report(name, plan, load, asked, attend.options(asked), shape, device, invocation)
     for text in report.model.notices:
         render.notice(text, invocation)
     for text in report.query.draft.notices if report.query.draft else ():
@@ -81,9 +85,9 @@ def estimate(
     if output.check:
         _check(report, plan)
     elif output.print_args in PROGRAMS:
-        print_command(ctx, report, model or model_option, str(output.print_args), cluster)
+        print_command(ctx, report, name, str(output.print_args), cluster)
     elif output.print_args:
-        _print_args(report, model or model_option, plan, invocation)
+        _print_args(report, name, plan, invocation)
     else:
         _show(report, output)
         if report.model.weights is None:  # the cache alone was asked for, of no device
@@ -110,8 +114,6 @@ def _report(
     from kvcli.runtime.headers.plannedmodel import planned_model
 
     given = shape.given()
-    if name is None and not given.shapes:
-        raise UsageError("no model is named", "kv estimate MODEL, or give a shape: --layers --kv-heads --head-dim")
     tell_aliases(plan.named_pairs(), invocation)  # a wrong type is told before anything is read
     target, warnings = find_target(device.gpu, device.vram, device.device, device.margin, device.bandwidth)
     adapters, form = tuple(map(lora_option, plan.lora)), block_format(plan.quantize)
