@@ -115,7 +115,6 @@ def test_bandwidth_gives_the_ceiling(kv_here: KvHere) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "no model is named"),
         (("nosuchmodel",), "no model named"),
         (("smollm2", "-m", "smollm2"), "given twice"),
         (("smollm2", "-ct", "int3"), "'int3' is not a cache type"),
@@ -173,3 +172,7 @@ def test_csv_has_words_of_json(kv_here: KvHere) -> None:
     rows = [line.split(",") for line in ok(kv_here("estimate", *CARD, "--csv")).splitlines()]
     fits = rows[0].index("fits")
     assert {row[fits] for row in rows[1:]} == {"true", "false"}
+
+
+def test_without_a_model_the_default_is_planned(kv_here: KvHere) -> None:
+    assert ok(kv_here("estimate", *CARD[1:], "--csv")) == ok(kv_here("estimate", "smollm2", *CARD[1:], "--csv")) != ""
