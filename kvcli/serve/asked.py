@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -27,9 +28,33 @@ def decoded(body: bytes, kind: type[Call]) -> Call:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(_told(str(error))) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UsageError(f"the body is not JSON: {error}") from None
+
+
+_KINDS = {
+    "int": "an integer", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list",
+    "object": "an object", "null": "null",
+}  # fmt: skip
+_WRONG = re.compile(r"Expected (?P<wanted>.+?)(?:, got `(?P<got>\w+)`)?(?: - at (?P<path>`.+`))?")
+
+
+def _told(problem: str) -> str:
+    """What is wrong with a call, in our words.
+
+    >>> _told("Expected `str | array | null`, got `int` - at `$.stop`"), _told("Expected `int` >= 1 - at `$.n`")
+    ('`stop` must be a text or a list, not an integer', '`n` must be an integer >= 1')
+    """
+    if not (found := _WRONG.fullmatch(problem)):
+        return problem.replace("`$.", "`")
+    kinds = re.search("`(.+?)`", found["wanted"])
+    if not kinds:
+        return problem.replace("`$.", "`")
+    named = [_KINDS.get(kind, kind) for kind in kinds[1].split(" | ") if kind != "null"]
+    wanted = found["wanted"].replace(kinds[0], " or ".join(named))
+    path = (found["path"] or "the body").replace("`$.", "`").replace("`$[", "`[")
+    return f"{path} must be {wanted}" + (f", not {_KINDS.get(found['got'], found['got'])}" if found["got"] else "")
 
 
 class Part(msgspec.Struct):

@@ -159,7 +159,9 @@ def test_models_and_names(client: openai.OpenAI) -> None:
     [
         ("temperature", -1, "'temperature' must be 0 or more"),
         ("n", 99, "'n' must be 1 to 4"),
-        ("max_tokens", "many", "max_tokens"),
+        ("max_tokens", "many", "'max_tokens' must be an integer, not a text"),
+        ("temperature", "x", "'temperature' must be a number, not a text"),
+        ("stop", [1], "'stop[0]' must be a text, not an integer"),
         ("logit_bias", {"a": 1}, "by token ids"),
         ("stop", [""], "empty text"),
         ("nonsense", 1, "unknown field 'nonsense'"),
