@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcli.errors import DownloadError, ModelError
+from kvcli.errors import DownloadError, KVError, ModelError
 
 if TYPE_CHECKING:
     from kvcli.runtime.hub.ranges import RemoteFile
@@ -21,6 +21,33 @@ def find_runnable(
     from kvcli.runtime.hub.modelfiles import find_model
 
     return find_model(name, offline, progress, notice, _refuse_unrunnable)
+
+
+def find_draft(
+    name: str, model: Path, offline: bool, progress: Progress | None = None,
+    notice: Callable[[str], None] | None = None,
+) -> Path:  # fmt: skip
+    """As `find_runnable`, of one that is to draft for the model in `model`: one of another vocabulary is refused before
+    it is downloaded, where a recipe or a header says so. Raises ModelError, DownloadError."""
+    if not offline:
+        try:
+            return find_runnable(name, True, progress, notice)
+        except DownloadError:  # it is not here
+            _refuse_unlike(name, model)
+    return find_runnable(name, offline, progress, notice)
+
+
+def _refuse_unlike(name: str, model: Path) -> None:
+    from kvcli.api.planning import check_vocabularies
+    from kvcli.runtime.headers.plannedmodel import planned_model
+    from kvcli.runtime.headers.shapes import Given
+    from kvcli.runtime.host.memory import CPU
+
+    try:
+        pair = [planned_model(each, Given(), CPU, False) for each in (str(model), name)]
+    except KVError:  # whatever it is, loading tells it
+        return
+    check_vocabularies(pair[0], pair[1])
 
 
 def _refuse_unrunnable(files: Sequence[RemoteFile]) -> None:

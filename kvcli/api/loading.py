@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from kvcli import environment
 from kvcli.api import checks, kinds
 from kvcli.api.checks import Adapters
-from kvcli.api.finding import find_runnable
+from kvcli.api.finding import find_draft, find_runnable
 from kvcli.api.model import Model
 from kvcli.codecs import alias_note
 from kvcli.errors import UsageError
@@ -117,7 +117,7 @@ def load(
     opened = Opened(path, options)  # before torch is imported, whose libraries are loaded meanwhile
     guesses = None
     if options.draft:
-        guesses = Opened.draft(find_runnable(options.draft, offline, progress, LOG.info), options)
+        guesses = Opened.draft(find_draft(options.draft, path, offline, progress, LOG.info), options)
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.loaded import LoadedModel
 

@@ -223,9 +223,17 @@ def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool, cach
     with of_draft_model():
         found = planned_model(name, Given(), kind, offline)
     drafting.check_layers(found.config, kind)
-    if _VOCABULARY in model.metadata and _VOCABULARY in found.metadata:
-        drafting.check_vocabulary(*(Tokenizer.from_gguf(each.metadata, True) for each in (model, found)))
+    check_vocabularies(model, found)
     return found
+
+
+def check_vocabularies(model: PlannedModel, draft: PlannedModel) -> None:
+    """Raises ModelError where one cannot guess for the other, by their tokens where both are known, else by how many
+    they are."""
+    if _VOCABULARY in model.metadata and _VOCABULARY in draft.metadata:
+        drafting.check_vocabulary(*(Tokenizer.from_gguf(each.metadata, True) for each in (model, draft)))
+    else:
+        drafting.check_sizes(model.config.vocab_size, draft.config.vocab_size)
 
 
 def _head(name: str, kind: str) -> PlannedModel | None:

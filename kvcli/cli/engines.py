@@ -39,7 +39,7 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
     path = locate.locate_model(load.model, invocation, to_run=True)
-    draft = locate.locate_model(load.draft, invocation, to_run=True) if load.draft else None
+    draft = locate.locate_draft(load.draft, path, invocation) if load.draft else None
     interrupts.stage = LEAVE
     try:
         loaded = _loaded(path, draft, load, cache, invocation)

@@ -23,6 +23,12 @@ def locate_model(name: str, invocation: Invocation, to_run: bool = False) -> Pat
         return find(name, invocation.offline, progress, notice)
 
 
+def locate_draft(name: str, model: Path, invocation: Invocation) -> Path:
+    """As above, of a model that is to draft for the one in `model`."""
+    with showing_download(invocation) as (progress, notice):
+        return finding.find_draft(name, model, invocation.offline, progress, notice)
+
+
 @contextmanager
 def showing_download(invocation: Invocation) -> Iterator[tuple[render.Progress, Callable[[str], None]]]:
     """The progress bars and the notices of one download, on stderr."""

@@ -76,3 +76,13 @@ def test_a_draft_model_that_would_do_nothing(kv_here: KvHere, command: tuple[str
     model = str(tiny.make("llama").path)
     code, _, err = kv_here(*command, "-m", model, "--draft-model", model, "--spec", "off")
     assert code == 2 and "--draft-model and --spec off cannot be used together" in err
+
+
+def test_a_model_of_another_vocabulary_is_not_downloaded(
+    kv_here: KvHere, models: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the recipe says, which has the number of its tokens."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    code, _, err = kv_here("run", "-m", models[1], "--draft-model", "gemma-3-270m", *MODEL, "--no-stdin", "hi")
+    assert code == 3 and "the draft model has another vocabulary: 262,144 tokens, and " in err
+    assert "downloading" not in err and not (tmp_path / "data").exists()

@@ -14,6 +14,7 @@ from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.text.vocabulary import UNUSED
 
+_UNUSED_SHARE = 8  # of a vocabulary at most one in so many is unused
 LEAVE = "leave `draft` out"
 OTHERS = "choose one of the same family, or guess without a model (`spec=suffix`)"
 
@@ -61,6 +62,13 @@ def check_head(config: ModelConfig, head: ModelConfig) -> None:
         raise ModelError("the model has several residual streams, which no such head reads", LEAVE)
     if head.vocab_size < config.vocab_size:
         tokens = f"{head.vocab_size:,} tokens, and {config.vocab_size:,} in the model"
+        raise ModelError(f"the draft model has another vocabulary: {tokens}", OTHERS)
+
+
+def check_sizes(mine: int, theirs: int) -> None:
+    """Raises ModelError where so many tokens cannot be the same ones: unused ones, which fill up a matrix, are few."""
+    if mine and theirs and abs(mine - theirs) * _UNUSED_SHARE > max(mine, theirs):
+        tokens = f"{theirs:,} tokens, and {mine:,} in the model"
         raise ModelError(f"the draft model has another vocabulary: {tokens}", OTHERS)
 
 
