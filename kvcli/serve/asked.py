@@ -39,6 +39,8 @@ _KINDS = {
 }  # fmt: skip
 _WRONG = re.compile(r"Expected (?P<wanted>.+?)(?:, got `(?P<got>\w+)`)?(?: - at (?P<path>`.+`))?")
 
+_MISSING = re.compile(r"Object missing required field `(?P<key>.+?)`(?: - at `\$\.?(?P<path>.+)`)?")
+
 
 def _told(problem: str) -> str:
     """What is wrong with a call, in our words.
@@ -46,6 +48,8 @@ def _told(problem: str) -> str:
     >>> _told("Expected `str | array | null`, got `int` - at `$.stop`"), _told("Expected `int` >= 1 - at `$.n`")
     ('`stop` must be a text or a list, not an integer', '`n` must be an integer >= 1')
     """
+    if missing := _MISSING.fullmatch(problem):
+        return f"`{missing['path'] + '.' if missing['path'] else ''}{missing['key']}` is missing"
     if not (found := _WRONG.fullmatch(problem)):
         return problem.replace("`$.", "`")
     kinds = re.search("`(.+?)`", found["wanted"])

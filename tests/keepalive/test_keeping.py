@@ -355,3 +355,19 @@ def test_who_asks_for_an_owner_keeps_nobody_from_being_it(tmp_path: Path, monkey
     finally:
         over.set()
         asking.join()
+
+
+def test_what_is_said_where_no_model_is_loaded(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "processes", list)
+    for command in ("ps", "stop"):
+        assert kv_here(command) == (0, "", "kv: no model is loaded\n")
+    code, _, err = kv_here("stop", "smollm2")
+    assert (code, err) == (3, "kv: error: smollm2 is not loaded\n  no model is\n")
+
+
+def test_what_is_said_of_models_that_are_told_to_exit(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [(f"s{n}", {"model": f"m{n}", "path": f"/m{n}.gguf", "pid": n, "commands": n}) for n in range(2)]
+    monkeypatch.setattr(keeping, "processes", lambda: there)
+    monkeypatch.setattr(keeping, "stop", lambda name: True)
+    told = "kv: m0 (process 0) exits\nkv: m1 (process 1) will exit after its answer\n"
+    assert kv_here("stop", "--all") == (0, "", told)

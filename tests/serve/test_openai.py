@@ -167,6 +167,7 @@ def test_models_and_names(client: openai.OpenAI) -> None:
         ("nonsense", 1, "unknown field 'nonsense'"),
         ("top_logprobs", 3, "needs 'logprobs'"),
         ("stream_options", {"include_usage": True}, "needs 'stream'"),
+        ("messages", [{"content": "x"}], "'messages[0].role' is missing"),
         ("functions", [{}], "cannot be used"),
         ("messages", [], "empty"),
         ("messages", [{"role": "user"}], "'messages[0].content' is missing"),

@@ -40,7 +40,7 @@ def stop(
         raise UsageError(f"{len(found)} models are loaded: {', '.join(names)}", "name one, or use --all")
     chosen = [(name, about) for name, about in found if model is None or _is(about, model)]
     if model is not None and not chosen:
-        raise ModelError(f"{model} is not loaded", f"kv ps lists: {', '.join(names) or 'nothing'}")
+        raise ModelError(f"{model} is not loaded", f"loaded: {', '.join(names)}" if names else "no model is")
     stopped = [about for name, about in chosen if keeping.stop(name)]
     if json:
         render.print_json("stop", {"processes": stopped})

@@ -134,7 +134,9 @@ class Opened(NamedTuple):
     @property
     def types(self) -> str:
         """Both as one option has them; "" = by default."""
-        return "" if self.type_k == self.type_v == "auto" else f"{self.type_k}/{self.type_v}"
+        if self.type_k == self.type_v:
+            return "" if self.type_k == "auto" else self.type_k
+        return f"{self.type_k}/{self.type_v}"
 
 
 AS_DEFAULT = Opened()

@@ -51,6 +51,9 @@ def handle(session: ChatSession, line: str) -> bool:
             return False
         elif line.strip():
             session.send(line)
+    except KVError as error:
+        error.message, error.hint = hints.to_type(error.message), hints.to_type(error.hint)
+        raise
     finally:
         session.save()
         session.await_message()
@@ -83,11 +86,7 @@ def _obey(session: ChatSession, line: str) -> bool:
         return False
     if not argument and command.argument and not command.argument.startswith("["):
         raise UsageError(f"{name} needs {command.argument}", f"{name} {command.argument}: {command.text}")
-    try:
-        command.run(session, argument)
-    except KVError as error:
-        error.message, error.hint = hints.to_type(error.message), hints.to_type(error.hint)
-        raise
+    command.run(session, argument)
     return True
 
 
