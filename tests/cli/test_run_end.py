@@ -151,6 +151,7 @@ def test_a_signal_that_ends_kv_at_once_leaves_what_was_generated(kv, tmp_path, m
     """The end itself is played by SystemExit."""
     path = tmp_path / "out.txt"
     monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
+    monkeypatch.setattr("kvcli.cli.interrupt.SAME_S", 0.0)  # two signals, not one that came twice
     kv.engine.before_token = lambda n: os.kill(os.getpid(), number) if n == 3 else None
     outcome = kv("run", "hello", "--json", "-o", str(path))
     assert (outcome.code, path.read_text()) == (128 + number, "an ")
@@ -167,6 +168,7 @@ def test_a_second_signal_leaves_what_was_generated(kv, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
+    monkeypatch.setattr("kvcli.cli.interrupt.SAME_S", 0.0)  # two signals, not one that came twice
     kv.engine.before_token = twice
     outcome = kv("run", "hello", "-o", str(path))
     assert (outcome.code, path.read_text()) == (130, "an ")
@@ -175,6 +177,7 @@ def test_a_second_signal_leaves_what_was_generated(kv, tmp_path, monkeypatch):
 
 def test_a_second_signal_in_json_has_the_text_so_far(kv, monkeypatch):
     monkeypatch.setattr("kvcli.cli.interrupt.end_by_signal", sys.exit)
+    monkeypatch.setattr("kvcli.cli.interrupt.SAME_S", 0.0)  # two signals, not one that came twice
     kv.engine.before_token = lambda n: [os.kill(os.getpid(), signal.SIGINT) for _ in "12"] if n == 3 else None
     outcome = kv("run", "hello", "--json")
     told = json.loads(outcome.out.splitlines()[0])  # there the process ends
