@@ -138,7 +138,7 @@ def test_where_every_layer_slides_there_is_nothing_to_evict():
     assert KVLayout.build(GEMMA3, "f16", "f16").evicting(retention).retention == retention
 
 
-@pytest.mark.parametrize("name", ("f64", "", "F16", "auto", "int3"))
+@pytest.mark.parametrize("name", ("f64", "", "f-16", "auto", "int3"))
 def test_unknown_types_are_refused(name: str):
     with pytest.raises(UsageError, match="unknown cache type") as refused:
         KVLayout.build(SMOLLM2, "f16", name)

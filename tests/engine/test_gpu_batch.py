@@ -224,7 +224,7 @@ def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, p
             *_, end = engine.generate(seq, text, own)
             assert isinstance(end, End)
             alone.append(end.ids)
-    monkeypatch.setattr(batching, "ROWS", (2, 4))
+    monkeypatch.setattr(batching, "BATCH_ROWS", (2, 4))
     monkeypatch.setattr(batching, "MOST", 4)
     if plain:
         monkeypatch.setattr(batching, "BatchGraph", PlainGraph)

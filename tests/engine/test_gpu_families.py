@@ -114,7 +114,7 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Single tokens and several, across the ends of pages, of windows and of chunks."""
-    monkeypatch.setattr(stepgraph, "ROWS", (16, 32))
+    monkeypatch.setattr(stepgraph, "STEP_ROWS", (16, 32))
     for module in (stepgraph, nexttoken):
         monkeypatch.setattr(module, "SMALLEST_BUCKET", 64)
     with one_thread():

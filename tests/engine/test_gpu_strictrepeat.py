@@ -33,7 +33,7 @@ IDS = torch.randint(VOCAB, (100,), generator=torch.manual_seed(4)).tolist()
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stepgraph, "ROWS", (8, BLOCK, 2 * BLOCK))
+    monkeypatch.setattr(stepgraph, "STEP_ROWS", (8, BLOCK, 2 * BLOCK))
     monkeypatch.setattr(stepgraph, "SMALLEST_BUCKET", 32)
     monkeypatch.setattr(past, "LEAST_QUERIES", BLOCK)
     monkeypatch.setattr(past, "LEAST_ROWS", BLOCK)
