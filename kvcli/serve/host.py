@@ -160,6 +160,7 @@ class Host:
         self._names_of_first = ("", first.name, *first.aliases)
         self._load, self._lock = load, asyncio.Lock()
         self._leaving: dict[Served, asyncio.Future[None]] = {}  # as soon as they write no answer
+        self._ending: list[threading.Thread] = []  # of models that are let go of
         self._texts = ThreadPoolExecutor(1, "kv-text")  # templates and tokenizers, beside the event loop
         self._slow_texts = ThreadPoolExecutor(2, "kv-slow-text")  # and those that others do not wait for
 
@@ -191,6 +192,7 @@ class Host:
             while True:
                 while len(self.loaded) >= self.most:
                     await self._unload_one()
+                await self._ended()
                 try:
                     found = await _aside(lambda: self._load(name))
                 except DoesNotFit:
@@ -230,8 +232,15 @@ class Host:
         if not served.worker.retire():
             return False
         self.loaded.remove(served)
-        threading.Thread(target=served.worker.stop, args=(0.0,), name="kv-unload", daemon=True).start()
+        self._ending = [each for each in self._ending if each.is_alive()]
+        self._ending.append(threading.Thread(target=served.worker.stop, args=(0.0,), name="kv-unload", daemon=True))
+        self._ending[-1].start()
         return True
+
+    async def _ended(self) -> None:
+        """Wait for models that were let go of: another one may need their memory."""
+        for each in self._ending:
+            await asyncio.get_running_loop().run_in_executor(None, each.join)
 
     async def prompt(self, question: Question) -> tuple[Served, Prompt, SampleOptions]:
         """The model that is asked, its tokens of the question, and the options with the grammar. Raises KVError."""
@@ -295,5 +304,7 @@ class Host:
         """See `Worker.stop`, for all. Texts that are at work are not waited for."""
         for served in self.loaded:
             served.worker.stop(seconds)
+        for each in self._ending:  # they may write caches
+            each.join()
         for pool in (self._texts, self._slow_texts):
             pool.shutdown(wait=False, cancel_futures=True)

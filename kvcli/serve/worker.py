@@ -143,7 +143,7 @@ class Worker:
             self._thread.join(WRITE_S)
         if self._thread.is_alive():
             what = "a step takes long" if self._computing else "writing prompt caches takes long"
-            LOG.warning("%s: the process ends in the middle of it", what)
+            LOG.warning("%s, and is not waited for", what)
 
     @property
     def idle(self) -> bool:

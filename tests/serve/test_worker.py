@@ -137,6 +137,40 @@ def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
     asyncio.run(check())
 
 
+def test_a_model_is_not_loaded_beside_one_that_still_ends() -> None:
+    """The memory of that one may be what it needs; and a server that ends waits for its caches."""
+    gate, ended, begun = threading.Event(), threading.Event(), threading.Event()
+
+    def stop(seconds: float) -> None:
+        begun.set()
+        assert gate.wait(60)
+        ended.set()
+
+    first = Served("tiny", cast(Worker, SimpleNamespace(stop=stop, retire=lambda: True)))
+
+    def load(name: str) -> Served:
+        assert ended.is_set()
+        return Served(name, cast(Worker, SimpleNamespace(stop=lambda seconds: None)))
+
+    async def check() -> None:
+        host = Host(first, load, lambda: [Known("second")], 2)
+        assert await host.unload("tiny") and host.loaded == []
+        call = asyncio.ensure_future(host.served("second"))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        assert not call.done()
+        gate.set()
+        assert (await call).name == "second"
+        gate.clear(), ended.clear()
+        host.loaded.append(first)
+        await host.unload("tiny")
+        threading.Timer(0.1, gate.set).start()
+        host.stop(0.0)
+        assert ended.is_set()
+
+    asyncio.run(check())
+
+
 def test_a_load_does_not_hold_up_the_end() -> None:
     first, gate, begun = served(open_engine()), threading.Event(), threading.Event()
 
