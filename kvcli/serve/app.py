@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import anyio
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -86,8 +87,9 @@ async def _body(request: Request, most: int) -> bytes:
                 raise Refused(413, f"the body is longer than {most:,} bytes", "kv serve --max-body sets it")
 
     try:
-        await asyncio.wait_for(read(), BODY_S)
-    except asyncio.TimeoutError:
+        with anyio.fail_after(BODY_S):
+            await read()
+    except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_S:.0f} s") from None
     return bytes(data)
 

@@ -14,6 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
+
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event
@@ -67,8 +69,9 @@ class EngineReply(Reply):
     async def events(self, silence: float = PING_S) -> AsyncIterator[tuple[int, Event] | None]:
         while self._left:
             try:
-                number, event = await asyncio.wait_for(self._events.get(), silence)
-            except asyncio.TimeoutError:
+                with anyio.fail_after(silence):
+                    number, event = await self._events.get()
+            except TimeoutError:
                 yield None
                 continue
             if isinstance(event, KVError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import anyio
 
 from kvcli.peers import http1, mapping
 from kvcli.runtime.engine.events import End, Event, Prefill, Timings, Token, Usage
@@ -235,9 +236,10 @@ class UpstreamReply(Reply):
                 yield event
             while True:
                 try:
-                    chunk = await asyncio.wait_for(self._next(), silence)
+                    with anyio.fail_after(silence):
+                        chunk = await self._next()
                     break
-                except asyncio.TimeoutError:
+                except TimeoutError:
                     yield None
         self.close()
         if len(self._ends) < len(self.options):

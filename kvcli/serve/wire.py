@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -67,7 +68,8 @@ class Stream(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         async def patient(message: Message) -> None:
-            await asyncio.wait_for(send(message), SLOW_S)
+            with anyio.fail_after(SLOW_S):
+                await send(message)
 
         try:
             await unless_over(self._over, super().stream_response(patient))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from serving import open_engine, served
@@ -112,6 +112,44 @@ def test_a_stream_that_nobody_begins_to_read_ends_its_answer() -> None:
 
     asyncio.run(check())
     begun.worker.stop(0.0)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_a_stream_is_told_of_the_end_whatever_it_does_just_then(turns: int) -> None:
+    """`asyncio.wait_for` of Python 3.11 and before loses a cancellation that comes when what it waits for is done."""
+    sent: list[Any] = []
+
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            await asyncio.sleep(0)
+            yield "more"
+
+    async def connected() -> dict[str, str]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if turns % 2:
+            await asyncio.sleep(0)
+
+    async def check() -> None:
+        app = application(Mock(), Guard())
+        reply = Mock(__aenter__=AsyncMock(), __aexit__=AsyncMock(return_value=False))
+        streaming = asyncio.ensure_future(
+            wire.Stream(endless(), reply, lambda failure: failure.message)(
+                {"type": "http", "app": app}, connected, send
+            )
+        )
+        for _ in range(20 + turns):
+            await asyncio.sleep(0)
+        app.state.over.set()
+        _, pending = await asyncio.wait({streaming}, timeout=10)
+        assert not pending
+
+    asyncio.run(check())
+    assert sent[-1]["body"] == b"the server is stopping" and not sent[-1]["more_body"]
+    assert sent[0]["type"] == "http.response.start" and sent[1]["body"] == b"more"
 
 
 def test_a_model_whose_call_goes_away_while_it_is_loaded_is_kept() -> None:
