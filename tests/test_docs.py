@@ -110,6 +110,16 @@ def test_what_scripts_write_is_current(script: str) -> None:
     assert subprocess.run(words, cwd=ROOT).returncode == 0, f"run benchmarks/{script}"
 
 
+def test_jobs_for_a_gpu_name_what_is_there() -> None:
+    import on_gpu
+
+    for command in [each for commands in on_gpu.JOBS.values() for each in commands]:
+        words = on_gpu.parts(command, ROOT / "models")
+        assert "*" not in command or len(words) > 20
+        files = [word for word in words if word.startswith(("tests/", "benchmarks/"))]
+        assert all((ROOT / name).is_file() for name in files), command
+
+
 def test_the_figures_of_the_plot_are_those_of_the_page() -> None:
     import depth_plot
 
