@@ -75,7 +75,7 @@ def _name(host: str) -> str:
 
 
 async def _body(request: Request, most: int) -> bytes:
-    """Raises Refused for one that is too long, or takes too long."""
+    """Raises Refused for one that is too long, or takes too long; Stopped."""
     if int(request.headers.get("content-length") or 0) > most:
         raise Refused(413, f"the body is longer than {most:,} bytes", "kv serve --max-body sets it")
     data = bytearray()
@@ -88,7 +88,7 @@ async def _body(request: Request, most: int) -> bytes:
 
     try:
         with anyio.fail_after(BODY_S):
-            await read()
+            await wire.unless_over(wire.over_of(request.scope), read())
     except TimeoutError:
         raise Refused(408, f"the body did not come within {BODY_S:.0f} s") from None
     return bytes(data)

@@ -216,13 +216,12 @@ class Host:
         self.loaded.remove(oldest)
         await asyncio.get_running_loop().run_in_executor(None, oldest.worker.stop, 0.0)
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str) -> None:
         served = self.find(name)
         if served is None:
             self._check(name)
         elif not self._retired(served):
             self._leaving[served] = asyncio.ensure_future(self._leave(served))
-        return True
 
     async def _leave(self, served: Served) -> None:
         """Let go of it as soon as it writes no answer."""

@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcli.errors import UsageError
+from kvcli.errors import KVError, UsageError
 from kvcli.runtime.engine.events import End, Event, Token
 from kvcli.runtime.text import grammar
 from kvcli.runtime.text.tools.forms import form_of
@@ -241,14 +241,16 @@ def _call(call: calls.Called) -> Json:
 async def _answered(
     request: Request, serving: Serving[Answers], question: Question, call: _Common, chat: bool
 ) -> Response:
-    leaves = call.leaves
+    leaves, asks = call.leaves, (call.options or Options()).num_ctx
     reply = await wire.while_connected(request, serving.host.ask(question))
-    if leaves:
-        await serving.host.unload(call.name)
-    asks, most = (call.options or Options()).num_ctx, reply.ctx_size
-    if asks is not None and asks > most:
-        async with reply:
+    try:
+        if asks is not None and asks > (most := reply.ctx_size):
             raise UsageError(f"`options.num_ctx` is {asks}, and the context {most}", "kv serve --ctx-size sets it")
+        if leaves:
+            await serving.host.unload(call.name)
+    except KVError:
+        reply.close()
+        raise
     form = _Lines(reply, call.model, chat)
     if call.stream is not False:
         sent = wire.pieces(reply, "", form.write, str, "")
@@ -259,10 +261,10 @@ async def _answered(
 
 async def _loads(request: Request, serving: Serving[Answers], call: _Common, chat: bool) -> Response:
     """The answer to a call without a prompt, which loads a model, or unloads it. Raises KVError."""
-    if not call.leaves:
+    if call.leaves:
+        await serving.host.unload(call.name)
+    else:
         await wire.while_connected(request, serving.host.load(call.name))
-    elif not await serving.host.unload(call.name):
-        raise Refused(501, "vLLM has one model, which stays until the server ends")
     why, model = "unload" if call.leaves else "load", call.model
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return wire.object_response({"model": model, "created_at": _time(None), **said, "done": True, "done_reason": why})

@@ -16,7 +16,7 @@ from kvcli.peers import http1, mapping
 from kvcli.serve import anthropic, asked, native, ollama, openai, responses, wire
 from kvcli.serve.failures import Refused
 from kvcli.serve.serving import Serving
-from kvcli.serve.upstream import CHAT, DONE, TEXT, Upstream, code_of, gone, not_an_answer, read, refused
+from kvcli.serve.upstream import CHAT, DONE, TEXT, Upstream, answer_of, gone, read
 
 Relay = Serving[Upstream]
 
@@ -60,20 +60,8 @@ async def whole(answered: http1.Answered) -> bytes:
     except http1.PeerGone:
         raise gone() from None
     if answered.status == 200:
-        _check(data)
+        answer_of(data)
     return data
-
-
-def _check(data: bytes | str) -> None:
-    """Raises Refused for what is no answer, or no piece of one."""
-    try:
-        found = msgspec.json.decode(data, type=dict)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        raise not_an_answer() from None
-    if found.get("error") is not None:
-        raise refused(code_of(found["error"]), msgspec.json.encode(found))
-    if not isinstance(found.get("choices"), list):
-        raise not_an_answer()
 
 
 async def _event(events: http1.Events) -> str:
@@ -85,7 +73,7 @@ async def _event(events: http1.Events) -> str:
     if text is None:
         raise gone()
     if text != DONE:
-        _check(text)
+        answer_of(text)
     return text
 
 

@@ -119,8 +119,8 @@ class Answers(Protocol):
     async def load(self, name: str) -> bool:
         """Have the model of that name ready, "" = the first one; whether it has a chat template. Raises KVError."""
 
-    async def unload(self, name: str) -> bool:
-        """Let go of the model of that name as soon as it writes no answer; whether that can be. Raises NoModel."""
+    async def unload(self, name: str) -> None:
+        """Let go of the model of that name as soon as it writes no answer. Raises NoModel, Refused where it stays."""
 
     def named(self, name: str) -> str:
         """The model's own name where it is an alias of a loaded one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import os
 import socket
 import stat
@@ -26,7 +25,7 @@ LOG = logging.getLogger("kvcli")
 HEADERS_S = 10.0  # that a client may take to send the head of a call
 KEEP_S = 30  # that a connection stays open between calls
 GRACE_S = 10.0  # that answers may go on for when the server is told to stop
-TELL_S = 2  # that it may take to tell the clients of others
+TELL_S = 2.0  # that it may take to tell the clients of others
 CONNECTIONS = 1024
 
 
@@ -138,7 +137,7 @@ def run(app: Starlette, listening: socket.socket, stopping: Callable[[], bool]) 
     server stops."""
     config = uvicorn.Config(
         app, http=PromptProtocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
-        timeout_keep_alive=KEEP_S, timeout_graceful_shutdown=math.ceil(GRACE_S) + TELL_S, limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=KEEP_S, limit_concurrency=CONNECTIONS,
     )  # fmt: skip
     server, said = _Server(config), logging.getLogger("uvicorn.error")
 
@@ -151,19 +150,24 @@ def run(app: Starlette, listening: socket.socket, stopping: Callable[[], bool]) 
                 LOG.warning("stopping: answers to %s may take %.0f s more", counted(count, "call"), GRACE_S)
             await asyncio.sleep(GRACE_S)
             app.state.over.set()
+            await asyncio.sleep(TELL_S)  # not until a time: this process may be suspended meanwhile
             said.addFilter(_nothing)  # of clients that do not read it
+            for connection in server.server_state.connections:
+                connection.transport.abort()
+            for call in server.server_state.tasks:
+                call.cancel()
 
         watching = asyncio.ensure_future(watch())
         try:
             await server.serve(sockets=[listening])
         finally:
             watching.cancel()
-            said.removeFilter(_nothing)
 
     name = listening.getsockname()
     try:
         asyncio.run(serve())
     finally:
+        said.removeFilter(_nothing)
         listening.close()
         if isinstance(name, str):
             with suppress(OSError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 
 from kvcli.peers import http1, mapping
 from kvcli.runtime.engine.events import End, Event, Prefill, Timings, Token, Usage
@@ -77,9 +78,9 @@ class Upstream:
             raise NoModel(f"there is no model {name[:200]!r} here", f"there is {self.name}")
         return True  # whether it has a chat template nobody tells: one without refuses messages
 
-    async def unload(self, name: str) -> bool:
+    async def unload(self, name: str) -> None:
         await self.load(name)
-        return False  # it has one model, until it ends
+        raise Refused(501, "vLLM has one model, which stays until the server ends: keep_alive cannot be 0")
 
     def named(self, name: str) -> str:
         return self.name if name in self.aliases else name
@@ -189,15 +190,23 @@ def refused(status: int, body: bytes) -> Refused:
         found = json.loads(body)
         error = found.get("error", found)
         message = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         message = body.decode("utf-8", "replace")
     return Refused(status if 400 <= status < 600 else 502, f"vLLM: {' '.join(message.split())[:1000]}")
 
 
-def code_of(error: Any) -> int:
-    """The status that it tells with an error, else 500."""
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 500
+def answer_of(data: bytes | str) -> Json:
+    """A whole answer, or a piece of a stream. Raises Refused for an error, and for what is neither."""
+    try:
+        found: Json = msgspec.json.decode(data, type=dict)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        raise not_an_answer() from None
+    if (error := found.get("error")) is not None:
+        code = error.get("code") if isinstance(error, dict) else None
+        raise refused(code if isinstance(code, int) and 400 <= code < 600 else 500, msgspec.json.encode(found))
+    if not isinstance(found.get("choices"), list):
+        raise not_an_answer()
+    return found
 
 
 def read(make: Callable[[Given], Made], given: Given) -> Made:
@@ -261,9 +270,7 @@ class UpstreamReply(Reply):
         return read(self._chunk, text)
 
     def _chunk(self, text: str) -> Json:
-        chunk: Json = json.loads(text)
-        if "error" in chunk:
-            raise refused(code_of(chunk["error"]), text.encode())
+        chunk = answer_of(text)
         if usage := chunk.get("usage"):
             self._usage = usage
             self.prompt_tokens = int(usage["prompt_tokens"])
@@ -272,7 +279,7 @@ class UpstreamReply(Reply):
     def _of(self, chunk: Json) -> list[tuple[int, Event]]:
         """The tokens that came with a chunk."""
         found: list[tuple[int, Event]] = []
-        for choice in chunk.get("choices", ()):
+        for choice in chunk["choices"]:
             number, delta = choice["index"], choice.get("delta", choice)
             text = delta.get("content") or choice.get("text") or ""
             thought = delta.get("reasoning_content") or delta.get("reasoning") or ""

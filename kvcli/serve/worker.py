@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("kvcli")
 STEP_S = 3.0  # that a step, or what is compiled for it, may go on for at the end
-WRITE_S = 30.0  # that the writing of caches may take then
+KEEP_S = 30.0  # and where prompts are then kept, as what is still to be written of others may
 
 
 class Busy(KVError):
@@ -129,8 +129,8 @@ class Worker:
             return self._stopping
 
     def stop(self, seconds: float) -> None:
-        """Take nothing more; what runs has so long to end by itself. Waits until the caches are written, but not for a
-        step that takes longer than STEP_S."""
+        """Take nothing more; what runs has so long to end by itself. Waits until the caches are written, KEEP_S at
+        most; for a step behind which there is nothing to write, STEP_S."""
         with self._change:
             self._stopping = True
             self._change.notify()
@@ -139,11 +139,20 @@ class Worker:
             for work in (*self._waiting, *self._running):
                 work.cancelled = True
         self._thread.join(STEP_S)
-        if self._thread.is_alive() and not self._computing:
-            self._thread.join(WRITE_S)
+        if keeps := self._thread.is_alive() and self._keeps:
+            LOG.warning("waiting %.0f s at most for prompts to be kept", KEEP_S)
+            self._thread.join(KEEP_S)
         if self._thread.is_alive():
+            lost = ": prompts may have to be computed again" if keeps else ""
             what = "a step takes long" if self._computing else "writing prompt caches takes long"
-            LOG.warning("%s, and is not waited for", what)
+            LOG.warning("%s, and is not waited for%s", what, lost)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether rows are written, or will be as soon as the step at hand is done."""
+        requests = [request for work in list(self._running) for request in list(work.requests)]
+        prompts = [request.n_prompt for request in requests if not request.answering and not request.finished]
+        return self.caches.writes or any(map(self.caches.keeps, prompts))
 
     @property
     def idle(self) -> bool:

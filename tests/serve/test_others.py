@@ -131,6 +131,8 @@ def test_a_model_that_is_to_go_goes_when_it_writes_no_answer() -> None:
         assert gone("/api/generate", model="second", keep_alive=0) == (200, "unload") and there() == ["tiny"]
         assert gone("/api/generate", model="second", keep_alive="0s") == (200, "unload")  # it is gone already
         assert gone("/api/chat", model="tiny", keep_alive=-1)[1] == "load" and there() == ["tiny"]
+        assert gone("/api/generate", prompt="x", keep_alive=0, options={"num_ctx": 9999})[0] == 400
+        assert there() == ["tiny"]
         assert gone("/api/generate", prompt="x", keep_alive="0m") == (200, "length")
         until(lambda: not there())
         assert server.get("/metrics").status_code == server.get("/v1/models").status_code == 200

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from serving import Server, alone, open_engine, running, until
+from starlette.responses import Response, StreamingResponse
 
 from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, SampleOptions
+from kvcli.serve import native, wire
 from kvcli.serve import server as serverfile
-from kvcli.serve.app import Guard
+from kvcli.serve.app import Guard, application
 
 TEXTS = [f"{word} and {number}" for number, word in enumerate(["red", "green", "blue", "long " * 40] * 4)]
 
@@ -92,9 +97,8 @@ def test_who_may_call() -> None:
 def test_calls_that_do_not_begin_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serverfile, "HEADERS_S", 0.2)
     with running() as server:
-        host, port = server.url.removeprefix("http://").split(":")
         for head in (b"", b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"):
-            with socket.create_connection((host, int(port)), timeout=10) as slow:
+            with socket.create_connection(server.address, timeout=10) as slow:
                 slow.sendall(head)
                 assert slow.recv(100) == b""
         assert server.get("/health").status_code == 200
@@ -228,6 +232,77 @@ def test_a_stop_tells_those_whose_answers_it_cuts(monkeypatch: pytest.MonkeyPatc
     for each in (claude, response):
         assert each.text.strip().splitlines()[-2] == "event: error" and told in str(_event(each.text))
     assert _event(line.text) == {"error": told}
+
+
+def test_a_stop_tells_those_whose_calls_have_not_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serverfile, "GRACE_S", 0.2)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    with running() as server, socket.create_connection(server.address) as client:
+        client.sendall(head)
+        server.get("/health")
+        server.stopping.set()
+        told = client.makefile("rb").read()
+    assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
+    assert [each for each in caplog.records if each.exc_info] == []
+
+
+def _served(handler: Any, stopping: threading.Event) -> bytes:
+    """What a client gets of a call that this answers, until the server has ended. It reads nothing before."""
+    listening = serverfile.bound("127.0.0.1", 0)
+    app = application(None, Guard(), (((("GET", "/", handler),), native.failure),))
+    with socket.create_connection(listening.getsockname()) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        serverfile.run(app, listening, stopping.is_set)
+        return client.makefile("rb").read()
+
+
+def test_who_is_told_is_waited_for_after_a_suspension(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All times that began before are over then."""
+    monkeypatch.setattr(serverfile, "TELL_S", 60.0)
+    stopping = threading.Event()
+
+    async def suspended() -> Response:
+        stopping.set()
+        while "stopping: answers to 1 call" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: time.monotonic() + 3600)
+        await asyncio.sleep(7200)
+        raise AssertionError
+
+    told = _served(lambda request, *_: wire.while_connected(request, suspended()), stopping)
+    assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
+    assert [each for each in caplog.records if each.exc_info] == []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_who_cannot_be_told_is_left(
+    streams: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serverfile, "GRACE_S", 0.1)
+    monkeypatch.setattr(serverfile, "TELL_S", 0.1)
+    stopping = threading.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * (1 << 20)
+            stopping.set()
+            await asyncio.sleep(0)
+
+    async def answer(*_: Any) -> Response:
+        if streams:
+            return StreamingResponse(endless())
+        stopping.set()
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    with suppress(ConnectionResetError):
+        _served(answer, stopping)
+    assert [each for each in caplog.records if each.exc_info] == []
 
 
 def test_an_empty_input_is_refused_by_its_name(server: Server) -> None:

@@ -52,6 +52,12 @@ def with_program(folder: Path, answer: Answer, ask: Callable[[str], Awaitable[An
     return asyncio.run(run())
 
 
+async def asked_over(socket: str, path: str, body: Any) -> httpx.Response:
+    app = application(Serving(Upstream(socket, "tiny", 64, 1), SampleOptions()), Guard(), relay.INTERFACES)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kv") as client:
+        return await client.post(path, json=body)
+
+
 async def stream_of(socket: str) -> list[Any]:
     question = Question("", Raw("a"), SampleOptions())
     async with await Upstream(socket, "tiny", 64, 1).ask(question) as reply:
@@ -73,6 +79,7 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 1}
         (["3"], Refused, "not one of OpenAI"),
         ([{"choices": [{"text": "a"}]}], Refused, "not one of OpenAI"),
         ([{"choices": 3}], Refused, "not one of OpenAI"),
+        ([{"usage": {"prompt_tokens": 1}}], Refused, "not one of OpenAI"),
         ([{"choices": [], "usage": {}}, {"choices": [], "usage": {"x": 1}}], Refused, "not one of OpenAI"),
         ([{"error": "it is broken"}], Refused, "it is broken"),
         ([{"error": {"message": "it is broken", "code": "BadRequest"}}], Refused, "it is broken"),
@@ -83,7 +90,8 @@ USAGE = {"prompt_tokens": 1, "completion_tokens": 1}
 def test_streams_that_are_none(tmp_path: Path, values: list[Any], kind: type[KVError], told: str) -> None:
     with pytest.raises(kind, match=told):
         with_program(tmp_path, lambda target: events(*values), stream_of)
-    good = events({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}], "usage": USAGE}, "[DONE]")
+    choice = {"index": 0, "text": "a", "finish_reason": "stop"}
+    good = events({"choices": [choice], "usage": USAGE, "error": None}, "[DONE]")
     assert len(with_program(tmp_path, lambda target: good, stream_of)) == 3
 
 
@@ -101,6 +109,7 @@ CHOICES = '{"choices": []}'
         (http(b'{"choices": null, "error": null}'), 502, "not one of OpenAI"),
         (http(b'{"error": {"message": "no room", "code": 507}}'), 507, "vLLM: no room"),
         (http(b'{"error": "x"}', status=418), 418, "x"),
+        (http(b"[" * 100_000, status=500), 500, "[[["),
         (events(CHOICES, "[DONE]"), 200, "data: [DONE]"),
         (events(), 503, "does not answer any more"),
         (events('{"a": 1}'), 502, "not one of OpenAI"),
@@ -112,13 +121,16 @@ CHOICES = '{"choices": []}'
 def test_a_broken_answer_has_no_good_status(tmp_path: Path, said: bytes, status: int, told: str) -> None:
     """Once a stream has begun, its last event says so."""
 
-    async def ask(socket: str) -> httpx.Response:
-        app = application(Serving(Upstream(socket, "tiny", 64, 1), SampleOptions()), Guard(), relay.INTERFACES)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kv") as client:
-            return await client.post("/v1/completions", json={"prompt": "a"})
-
-    found = with_program(tmp_path, lambda target: said, ask)
+    found = with_program(tmp_path, lambda target: said, lambda at: asked_over(at, "/v1/completions", {"prompt": "a"}))
     assert found.status_code == status and told in found.text, found.text
+
+
+@pytest.mark.parametrize("prompt", ["", "a"])
+def test_its_model_is_not_unloaded(tmp_path: Path, prompt: str) -> None:
+    good = events({"choices": [{"index": 0, "text": "a", "finish_reason": "stop"}], "usage": USAGE}, "[DONE]")
+    body = {"prompt": prompt, "keep_alive": 0, "stream": False}
+    found = with_program(tmp_path, lambda target: good, lambda at: asked_over(at, "/api/generate", body))
+    assert found.status_code == 501 and "vLLM has one model" in found.text
 
 
 def test_a_program_that_hangs_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

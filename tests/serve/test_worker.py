@@ -6,17 +6,19 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from serving import open_engine, served
+from serving import ignore, open_engine, served, until
 
 from kvcli.errors import KVError
-from kvcli.options import SampleOptions
+from kvcli.notices import Tell
+from kvcli.options import PromptCacheOptions, SampleOptions
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.serve import host as hostfile
@@ -192,7 +194,8 @@ def test_a_model_is_not_loaded_beside_one_that_still_ends() -> None:
 
     async def check() -> None:
         host = Host(first, load, lambda: [Known("second")], 2)
-        assert await host.unload("tiny") and host.loaded == []
+        await host.unload("tiny")
+        assert host.loaded == []
         call = asyncio.ensure_future(host.served("second"))
         while not begun.is_set():
             await asyncio.sleep(0.01)
@@ -245,6 +248,36 @@ def test_a_step_that_takes_long_does_not_hold_up_the_end(
     assert set(asked.told()) == {0, 1}
     worker.stop(0.0)
     assert caplog.text.count("takes long") == 1
+
+
+def test_a_stop_waits_for_a_step_behind_which_a_prompt_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(workerfile, "STEP_S", 0.05)
+    worker = served(open_engine(ubatch=64), store=tmp_path / "prompts", min_tokens=8).worker
+    gate, begun, step = threading.Event(), threading.Event(), worker.engine.step
+
+    def third(running: Any) -> Any:
+        if running[0].seq.length == 128:
+            begun.set()
+            assert gate.wait(60)
+        return step(running)
+
+    monkeypatch.setattr(worker.engine, "step", third)
+    asked = Asked(worker, "many words " * 40)
+    assert begun.wait(60)
+    stop = threading.Thread(target=worker.stop, args=(0.0,))
+    stop.start()
+    until(lambda: "waiting 30 s at most for prompts to be kept" in caplog.text)
+    gate.set()
+    stop.join()
+    assert "takes long" not in caplog.text and set(asked.told()) == {0, 1}
+    caches = worker.engine.prompt_caches(
+        PromptCacheOptions(store=tmp_path / "prompts", min_tokens=8), Tell(ignore, ignore, ignore)
+    )
+    with closing(caches), closing(worker.engine.new_sequence()) as seq:
+        assert caches.find(seq, list(asked.work.prompt.ids)) == 128
 
 
 def test_texts_at_work_do_not_hold_up_the_end() -> None:

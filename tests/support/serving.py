@@ -57,6 +57,11 @@ class Server:
     host: Host
     stopping: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
+
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         sent = {"content": body} if isinstance(body, bytes) else {"json": body}
         return httpx.post(self.url + path, **sent, timeout=60, trust_env=False, **more)

@@ -158,6 +158,11 @@ class PromptCaches:
     def pump(self) -> None:
         self.keeper.writer.pump()
 
+    @property
+    def writes(self) -> bool:
+        """Whether there is something that is not written yet; any thread may ask."""
+        return self.keeper.writer.waiting_bytes > 0
+
     def close(self) -> None:
         """Wait until all is written, with a word if that takes more than a second; let go of all pages."""
         try:

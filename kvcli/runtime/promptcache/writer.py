@@ -43,13 +43,15 @@ class Job:
 
 
 class CacheWriter:
-    """One file at a time, in the order they came. All methods are for the thread that computes."""
+    """One file at a time, in the order they came. All methods are for the thread that computes; what they have
+    handed over is written even where none is called any more."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         self._warn = warn
         self._problems: list[str] = []  # told between answers, not in the middle of one
         self._jobs: list[Job] = []
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # for whether there is one
         self._gave_up = threading.Event()
 
     def start(self, contents: Contents, held: HeldPages, write: Write, name: str) -> Job:
@@ -65,21 +67,22 @@ class CacheWriter:
         while self._jobs and self._jobs[0].done:
             job = self._jobs.pop(0)
             job.held.close()
-            self._thread = None
             if job.problem:
                 self._problems.append(job.failure)
-        if not self._jobs:
-            return
-        job = self._jobs[0]
-        pages, pool = job.contents.pages, job.held.pool
-        while job.handed < len(pages) and job.handed_bytes - job.taken_bytes < LEAD_BYTES:
-            key = pages[job.handed]
-            job.blocks.put(job.held.buffer(key))
-            job.handed += 1
-            job.handed_bytes += 0 if pool.device.type == "cpu" else job.contents.page_bytes[key[0]]
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
-            self._thread.start()
+        ahead = sum(job.handed_bytes - job.taken_bytes for job in self._jobs)
+        for job in self._jobs:
+            pages, on_cpu = job.contents.pages, job.held.pool.device.type == "cpu"
+            while job.handed < len(pages) and ahead < LEAD_BYTES:
+                key = pages[job.handed]
+                job.blocks.put(job.held.buffer(key))
+                job.handed += 1
+                size = 0 if on_cpu else job.contents.page_bytes[key[0]]
+                job.handed_bytes += size
+                ahead += size
+        with self._lock:
+            if self._thread is None and self._jobs:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
 
     def later(self, problem: str) -> None:
         """Have `tell` say this, too."""
@@ -90,7 +93,20 @@ class CacheWriter:
         while self._problems:
             self._warn(self._problems.pop(0))
 
-    def _run(self, job: Job) -> None:
+    def _run(self) -> None:
+        while job := self._next():
+            self._write(job)
+
+    def _next(self) -> Job | None:
+        """What the thread writes now; None = it ends."""
+        with self._lock:
+            job = next((job for job in self._jobs if not job.done), None)
+            if job is None:
+                self._thread = None
+            return job
+
+    def _write(self, job: Job) -> None:
+        """`done` at last, whatever becomes of it."""
         try:
             job.write(job.contents, self._blocks(job))
         except CacheFileError as error:
@@ -129,16 +145,16 @@ class CacheWriter:
             if not told and time.monotonic() - began > patience_s:
                 told = True
                 tell(self.waiting_bytes)
-            if self._thread is not None:
-                self._thread.join(0.005)
+            if (thread := self._thread) is not None:
+                thread.join(0.005)
             self.pump()
 
     def give_up(self) -> None:
         """Leave nothing behind of what is not finished."""
         self._gave_up.set()
         while self._jobs:
-            if self._thread is not None:
-                self._thread.join()
+            if (thread := self._thread) is not None:
+                thread.join()
             self.pump()
         self.tell()
 
