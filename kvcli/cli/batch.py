@@ -157,7 +157,11 @@ def run(
     if cache.evict.keep == -1:
         raise UsageError("--keep -1 cannot be used with --batch: prompts have different lengths", "give a number")
     tell = render.telling(invocation)
-    data = inputs.stdin_bytes(tell) if batch.source == "-" else inputs.file_bytes(batch.source)
+    data = (
+        inputs.stdin_bytes(tell, most=inputs.LIST_BYTES)
+        if batch.source == "-"
+        else inputs.file_bytes(batch.source, inputs.LIST_BYTES)
+    )
     lines = {number: raw for number, raw in enumerate(data.splitlines(), 1) if raw.strip()}
     if not lines:
         raise UsageError(f"{batch.source} has no lines", 'each is {"prompt": "..."} or {"messages": [...]}')

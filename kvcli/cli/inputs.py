@@ -7,8 +7,8 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvcli.errors import InputBytesError, UsageError
@@ -17,6 +17,8 @@ from kvcli.notices import Tell
 from kvcli.words import counted
 
 STDIN_PATIENCE_S = 3.0
+TEXT_BYTES = 32 << 20  # of one input: more than any context has room for
+LIST_BYTES = 1 << 30  # of many texts
 STDIN = "standard input"  # its name above its text
 _BOM = "\ufeff"
 _MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
@@ -129,16 +131,18 @@ def read_stdin(tell: Tell) -> str:
     return _as_text(stdin_bytes(tell), "stdin")
 
 
-def file_bytes(name: str) -> bytes:
-    """All of a file. Raises UsageError."""
+def file_bytes(name: str, most: int = TEXT_BYTES) -> bytes:
+    """All of a file, of at most so many bytes. Raises UsageError."""
     try:
-        return Path(name).read_bytes()
+        with open(name, "rb", buffering=0) as file:
+            return _pieces(file.read, name, most)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def stdin_bytes(tell: Tell, otherwise: str = "") -> bytes:
-    """All of stdin. Where nothing has come for three seconds that is told, with what may be done. Raises UsageError."""
+def stdin_bytes(tell: Tell, otherwise: str = "", most: int = TEXT_BYTES) -> bytes:
+    """All of stdin, of at most so many bytes. Where nothing has come for three seconds that is told, with what may be
+    done. Raises UsageError."""
     if sys.stdin is None:
         return b""
     stream = sys.stdin.buffer
@@ -146,9 +150,20 @@ def stdin_bytes(tell: Tell, otherwise: str = "") -> bytes:
     if not ready:
         tell.announce(f"waiting for stdin{otherwise}")
     try:
-        return stream.read()
+        return _pieces(partial(os.read, stream.fileno()), "stdin", most)
     except OSError as error:
         raise UsageError(f"cannot read stdin: {error.strerror or error}") from None
+
+
+def _pieces(read: Callable[[int], bytes], name: str, most: int) -> bytes:
+    """All that `read` gives, piece by piece: between them signals are handled. Raises UsageError for more than `most`
+    bytes, which a source without an end has, too."""
+    data = bytearray()
+    while piece := read(1 << 20):
+        data += piece
+        if len(data) > most:
+            raise UsageError(f"{name} has more than {most >> 20:,} MiB, which is too much text", "cut it with head -c")
+    return bytes(data)
 
 
 def argument(text: str, name: str, reads: str, tell: Tell) -> str:

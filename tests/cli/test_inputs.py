@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import codecs
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import KvHere
 
+from kvcli.cli.commands.chat import messages
 from kvcli.cli.inputs import decode
-from kvcli.errors import InputBytesError
+from kvcli.errors import InputBytesError, UsageError
 
 TEXT = "Füße – “quoted”, 12 € \n" * 3
 
@@ -69,6 +71,28 @@ def test_every_command_refuses_what_is_not_text(words: tuple[str, ...], kv_here:
         path.write_bytes(data)
         code, out, err = kv_here(*(str(path) if word == "FILE" else word for word in words), "-m", "missing.gguf")
         assert (code, out) == (65, "") and f"{path} {told}" in err
+
+
+@pytest.mark.parametrize("words", [("run", "-f", "/dev/zero"), ("tokenize",)], ids=" ".join)
+def test_what_has_no_end_is_not_read_forever(
+    words: tuple[str, ...], kv_command: list[str], kv_env: dict[str, str]
+) -> None:
+    with open("/dev/zero", "rb") as endless:
+        command = [*kv_command, *words, "-m", "missing.gguf"]
+        done = subprocess.run(command, stdin=endless, env=kv_env, capture_output=True, text=True, timeout=120)
+    name = "/dev/zero" if "-f" in words else "stdin"
+    assert (done.returncode, done.stdout) == (2, "") and f"{name} has more than 32 MiB" in done.stderr
+
+
+def test_a_message_has_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(messages, "TEXT_BYTES", 100_000)
+    (tmp_path / "script").write_text("one\n" + "x" * 200_000)
+    with open(tmp_path / "script") as script:
+        monkeypatch.setattr(sys, "stdin", script)
+        found = messages.of_stdin(null=False)
+        assert next(found) == ("line 1", "one")
+        with pytest.raises(UsageError, match="line 2 has more than"):
+            next(found)
 
 
 @pytest.mark.slow

@@ -557,6 +557,7 @@ void kv_matmul(const kv_weight *w, int64_t n_weights, const float *x, int64_t m,
                int64_t ldy, int64_t accumulate) {
     for (int64_t n, rows; n_weights; w += n, n_weights -= n, y += rows) {
         n = alike(w, n_weights, &rows);
+        if (m > FIXED_SLAB) expect_uses(w, n);
         if (w->interleaved)
             for (int64_t i = 0; i < m; i += FIXED_SLAB)
                 fixed->matmul(w, n, x + i * ldx, m - i < FIXED_SLAB ? m - i : FIXED_SLAB, k, ldx, y + i * ldy, ldy, accumulate);

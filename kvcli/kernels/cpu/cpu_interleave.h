@@ -229,6 +229,12 @@ enum { UNUSED, USED, KEEPING, KEPT };
 /* Whether there are interleaved rows that need not be made. */
 static int is_kept(const kv_weight *w) { return !w->later || atomic_load(&w->later->state) == KEPT; }
 
+/* Several uses follow each other: the first one keeps what it makes. */
+static void expect_uses(const kv_weight *w, int64_t n) {
+    for (int64_t i = 0, state; i < n; i++)
+        if (state = UNUSED, w[i].later) atomic_compare_exchange_strong(&w[i].later->state, &state, USED);
+}
+
 /* A use of a matrix begins; returns what its state is now. */
 static int64_t begin_use(const kv_weight *w) {
     int64_t state = UNUSED;

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
-from kvcli.cli.inputs import decode, drop_mark
+from kvcli.cli.inputs import TEXT_BYTES, decode, drop_mark
 from kvcli.errors import UsageError
 
 QUOTES = '"""'
@@ -62,6 +62,8 @@ def _pieces(end: bytes, what: str) -> Iterator[Piece]:
     held, number = b"", 0
     while block := os.read(sys.stdin.fileno(), 1 << 16):
         *whole, held = (held + block).split(end)
+        if len(held) > TEXT_BYTES:
+            raise UsageError(f"{what} {number + 1} has more than {TEXT_BYTES >> 20} MiB, which is too much text")
         for piece in whole:
             number += 1
             yield _piece(piece.removesuffix(b"\r") if end == b"\n" else piece, what, number)
