@@ -20,7 +20,7 @@ from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
-from kvcli.runtime.headers.facts import weight_type_of
+from kvcli.runtime.headers.facts import weight_type
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
 from kvcli.serve.replies import PING_S, NoModel, Question, Reply
@@ -113,7 +113,8 @@ class Served:
         arch = str(file.metadata.get("general.architecture", ""))
         count = sum(prod(tensor.shape) for tensor in file.tensors.values())
         digest = fingerprint.model_hashes(file)["weights"]
-        return facts_of(arch, file.size, digest, count, weight_type_of(file), file.path)
+        kind = weight_type(file.path.name, file.metadata, file.tensors)
+        return facts_of(arch, file.size, digest, count, kind, file.path)
 
     def as_object(self) -> dict[str, Any]:
         """What lists of models tell."""

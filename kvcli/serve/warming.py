@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import KVError
 from kvcli.options import SampleOptions
-from kvcli.runtime.engine.nextrows import TOGETHER_ROWS
 from kvcli.runtime.engine.spec import OFF
 from kvcli.runtime.host.memory import CUDA
-from kvcli.runtime.plan.graphs import BATCH_ROWS, TOGETHER
+from kvcli.runtime.plan import graphs
+from kvcli.runtime.plan.graphs import BATCH_ROWS
 
 if TYPE_CHECKING:
     from kvcli.notices import Tell
@@ -125,7 +125,5 @@ def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(BATCH_ROWS) if i == 0 or BATCH_ROWS[i - 1] < parallel]
     found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
-    if steps is None or not steps.joins:
-        return found
-    sizes = [(rows, n) for rows, _ in prompts for n in TOGETHER if n <= parallel and rows * n <= TOGETHER_ROWS]
-    return found + sizes
+    several = (each for each in graphs.steps(engine.layout, parallel) if each[1] > 1)
+    return found + sorted((each for each in several if (each[0], 1) in prompts), key=lambda each: -each[0])

@@ -14,6 +14,7 @@ from engines import GREEDY, fresh, open_tiny, run
 from kvcli.errors import UsageError
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
+from kvcli.runtime.cache import pagerows
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import chunkcaches, chunks
 from kvcli.runtime.engine.chunkcaches import ChunkCaches, Document
@@ -34,7 +35,7 @@ def _alone(engine: Engine, ids: list[int]) -> Sequence:
 def _keys(seq: Sequence, layer: int, lo: int, hi: int) -> torch.Tensor:
     """Keys of rows of a 16-bit cache: float32 [n, kv_heads, dim]."""
     group, index = seq.pool.layout.slots[layer] or (0, 0)
-    return torch.cat([k for _, k, _ in chunks._rows(seq.views()[group][index], lo, hi)])
+    return torch.cat([k for _, k, _ in pagerows.copies(seq.views()[group][index], lo, hi)])
 
 
 def blend(engine: Engine, seq: Sequence, ids: list[int], places: list[chunks.Place], alone: Engine,

@@ -17,7 +17,8 @@ from gpumodels import CONTEXT, LIMITS, PAGE, VOCAB, Model, alike, divergence, id
 from kernelcases import one_thread
 
 from kvcli.errors import KVError
-from kvcli.kernels.gpu import combine, products
+from kvcli.kernels import paged
+from kvcli.kernels.gpu import combine, latentcombine, products, shares
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix
 from kvcli.kernels.gpu.language import AFTER, SERIAL
 from kvcli.kernels.gpu.matvec import RESIDUAL
@@ -30,7 +31,7 @@ from kvcli.runtime.engine.graph import nexttoken, tokengraph
 from kvcli.runtime.engine.graph import pages as graph_pages
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.tokenstream import DeviceRows, DeviceTokens, graph_tokens, host_tokens
-from kvcli.runtime.plan import footprint
+from kvcli.runtime.plan import footprint, graphs
 
 
 @pytest.fixture(autouse=True)
@@ -287,8 +288,9 @@ def test_tokens_go_on_behind_those_that_were_put_in_between():
     assert found == expected
 
 
-def test_the_plan_counts_the_parts_of_a_decoded_token():
-    assert footprint.DECODE_PARTS == combine.MOST_PARTS
+def test_the_plan_counts_what_kernels_have():
+    assert footprint.DECODE_PARTS == combine.MOST_PARTS and graphs.LATENT_PARTS == latentcombine.MOST_PARTS
+    assert graphs.EDGE_NUMBERS == shares.EDGE_NUMBERS and graphs.CENTRE_ROWS == paged.CENTRE_ROWS
 
 
 def test_the_end_of_the_context():

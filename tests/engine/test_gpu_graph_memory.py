@@ -14,11 +14,11 @@ from plancases import CONFIGS
 from kvcli.options import AttendOptions
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import ModelConfig, RopeConfig
+from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig, RopeConfig
 from kvcli.runtime.engine.graph import batchgraph, pages, stepgraph
 from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.model.rope import RopeTables
-from kvcli.runtime.plan import graphs
+from kvcli.runtime.plan import footprint, graphs
 
 META = torch.device("meta")
 CONTEXT = 20000
@@ -36,10 +36,11 @@ def model_of(name: str) -> tuple[ModelConfig, SimpleNamespace]:
 def made(model: SimpleNamespace, layout: KVLayout, at_once: int) -> list[object]:
     """All graphs that there can be, none of them captured."""
     steps = stepgraph.StepGraph(model, layout, CONTEXT)
+    plain = all(layer.kind not in (LATENT, RECURRENT) for layer in model.config.layers)
     for rows in steps.sizes:
         steps._of(rows, 1)
         for count in graphs.TOGETHER:
-            if steps.joins and count <= at_once and rows * count <= graphs.STEP_ROWS[-1]:
+            if plain and count <= at_once and rows * count <= footprint.STEP_ROWS[-1]:
                 steps._of(rows, count)
     sizes = [n for i, n in enumerate(graphs.BATCH_ROWS) if i == 0 or graphs.BATCH_ROWS[i - 1] < at_once]
     batches = [batchgraph.BatchGraph(model, layout, CONTEXT, n) for n in sizes if at_once > 1]
@@ -73,6 +74,7 @@ def test_what_graphs_keep_is_planned(name: str, codec: str, more: dict[str, obje
     kept = made(model, layout, at_once)
     allocated = sum(size for key, size in storages().items() if key not in before)
     planned = graphs.graph_bytes(config, layout, CONTEXT, at_once)
+    assert set(kept[1]._rows) == set(graphs.steps(layout, at_once))  # type: ignore[attr-defined]
     assert kept and allocated > 4 * 1024 * config.d_model
     assert allocated <= planned
     if at_once == 1:  # else also what kernels pass on

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -18,9 +19,10 @@ from erring import Erring, guessed
 from kernelcases import need_native
 from reusecases import NOWHERE, Told, store_in
 
-from kvcli.errors import KVError
+from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache.statelayout import GUESSED_ROWS
+from kvcli.runtime.cache.states import States
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.scheduler import Scheduler
 from kvcli.runtime.engine.spec.pace import ROWS, Drafted, Judgement
@@ -179,6 +181,39 @@ def test_a_gpu_says_that_the_host_chooses_tokens(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(engine, "graph", object())
         if reason:
             assert engine.sampled_on_host(replace(GREEDY, spec="suffix")).startswith(reason)
+
+
+def test_where_nothing_is_guessed_there_is_no_room_for_the_state_before_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be that of a checkpoint, which is dropped for it."""
+    engine = engine_of("qwen35")
+    monkeypatch.setattr(engine.session, "guesses", lambda _: Erring(engine.session, [], 3, 2))
+    monkeypatch.setattr(States, "can_guess", lambda self: pytest.fail("there are no guesses"))
+    assert len(alone(engine, PROMPT[:30], replace(GREEDY, max_tokens=30, spec="suffix")).ids) == 30
+
+
+def test_a_step_with_guesses_that_fails_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else rows from there on would hold their pages: later ones might be taken back."""
+    for variant in ("llama", "lfm2"):
+        engine, options = engine_of(variant), replace(GREEDY, max_tokens=40, spec="suffix")
+        ids = alone(engine, PROMPT[:20], replace(options, **OFF)).ids
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                engine.session, "guesses", lambda _, ids=ids, engine=engine: Erring(engine.session, ids, 3, 2)
+            )
+            request = watched(engine, PROMPT[:20], options).request
+            while request.seq.certain is None:
+                engine.step([request])
+                reserve = request.seq.reserve
+                patched.setattr(request.seq, "reserve", Mock(side_effect=DoesNotFit("no room")))
+                with suppress(DoesNotFit):
+                    engine.step([request])
+                patched.setattr(request.seq, "reserve", reserve)
+            request.park()
+            assert request.wants(64) and request.seq.certain is None
+        request.seq.close()
+        engine.pool.check([])
 
 
 def test_without_room_for_the_state_before_them_nothing_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

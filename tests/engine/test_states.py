@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernelcases import one_thread
 
+from kvcli.errors import DoesNotFit
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence, Step
@@ -129,6 +131,29 @@ def test_a_state_that_a_failed_step_changed_is_lost(loaded: Loaded) -> None:
     part = seq.reserve(IDS[:3])  # and one that was not begun is not
     assert part.start == 0 and seq.reserve(IDS[:5]).start == 0
     seq.close()
+
+
+def test_rows_that_cannot_be_taken_back_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork goes on with the live state, and there is no room for another one."""
+    loaded = Loaded(tiny.make("lfm2").path, "")
+    whole = loaded.run(first := Sequence(loaded.pool), IDS[:30])
+    loaded.run(seq := Sequence(loaded.pool), IDS[:16])
+    assert seq.states is not None and seq.states.can_guess()
+    seq.certain = 16
+    loaded.run(seq, IDS[16:20])
+    twin = seq.fork()
+    with monkeypatch.context() as patched, pytest.raises(DoesNotFit):
+        patched.setattr(loaded.pool, "take", Mock(side_effect=DoesNotFit("no room")))
+        seq.rewind(18)
+    loaded.pool.check(held for each in (first, seq, twin) for held in each.holds())
+    assert seq.length == 20
+    seq.rewind(18)
+    seq.certain = None
+    for each in (seq, twin):
+        assert torch.equal(loaded.run(each, IDS[each.length : 30]), whole[18 if each is seq else 20 :])
+    for each in (first, seq, twin):
+        each.close()
+    loaded.pool.check([])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -18,7 +19,8 @@ from kvcli import paths
 from kvcli.errors import DownloadError, ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.headers import modelheaders
-from kvcli.runtime.headers.modelheaders import Alternative, ModelHeader
+from kvcli.runtime.headers.facts import FILE_TYPES, weight_type
+from kvcli.runtime.headers.modelheaders import Alternative, HeaderTensor, ModelHeader
 from kvcli.runtime.hub.repository import stored_token
 
 REPO = "org/toy-GGUF"
@@ -343,3 +345,27 @@ def test_a_damaged_cache_is_not_believed(big: Path, site: RangeSite, tmp_path: P
 
 def test_limits_are_the_documented_ones() -> None:
     assert (modelheaders.FIRST_GGUF_BYTES, modelheaders.MAX_GGUF_BYTES) == (1 << 20, 64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "told"),
+    [
+        ("m-UD-Q4_K_XL.gguf", 15, "UD-Q4_K_XL"),
+        ("m.gguf", 15, "Q4_K_M"),
+        ("m.gguf", 999, "Q8_0"),
+        ("m.gguf", [15], "Q8_0"),
+        ("m-Q4_K_M", None, "Q8_0"),
+    ],
+)
+def test_weights_are_named_as_their_file_is(name: str, said: Any, told: str) -> None:
+    """Though most bytes may be those of an embedding of another type."""
+    tensors = {
+        "token_embd.weight": HeaderTensor((64, 64), "Q8_0", 4352),
+        "output.weight": HeaderTensor((1,), "Q4_K", 9),
+    }
+    assert weight_type(name, {} if said is None else {"general.file_type": said}, tensors) == told
+
+
+def test_types_of_files_are_those_of_the_gguf_package() -> None:
+    theirs = {each.value: each.name.removeprefix("MOSTLY_").removeprefix("ALL_") for each in gguf.LlamaFileType}
+    assert FILE_TYPES.items() <= theirs.items()

@@ -6,14 +6,14 @@ A row's *place* is page number * page size + slot. Where nothing was selected th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvcli.codecs import RecordLayout
-from kvcli.kernels import CENTRE_ROWS, Angles, Basis
+from kvcli.kernels import CENTRE_ROWS, Angles, Basis, PagedKV
 from kvcli.kernels.reference import codecs
 from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
@@ -179,3 +179,15 @@ def _found(numbers: np.ndarray, pages: torch.Tensor) -> tuple[torch.Tensor, torc
     at = torch.searchsorted(table, pages).clamp(max=len(table) - 1)
     there = torch.nonzero(table[at] == pages).flatten()
     return at[there], there
+
+
+def copies(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Rows [start, end) of one layer, as far as their pages are there: (position, K float32 [T, kv_heads, dim_k], V) of
+    each page."""
+    size = kv.record.page_size
+    for first, page in zip(kv.entries.first.tolist(), kv.entries.memory, strict=True):
+        lo, hi = max(start, first), min(end, first + size)
+        if lo < hi:
+            k, v = kv.rows(page, lo - first, hi - first)
+            k, v = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (k, v))
+            yield lo, k, v

@@ -237,12 +237,15 @@ class States:
             self._journal.stop()
 
     def _take_back(self, length: int) -> None:
-        """Have the state behind `length` rows again, of which the journal has those that are computed anew."""
-        self._forget_step()
+        """Have the state behind `length` rows again, of which the journal has those that are computed anew. Raises
+        DoesNotFit, with nothing changed."""
         assert self._live is not None
+        self.release_step()
         if self.pool.refcount(self.live_arena, self._live) > 1:  # a fork goes on with all rows
+            own = self.pool.take(self.live_arena)
             self.pool.release(self.live_arena, self._live)
-            self._live = self.pool.take(self.live_arena)
+            self._live = own
+        self._step = None
         self._journal.restore(length, self.pool.page(self.live_arena, self._live))
         self._now = LIVE
 

@@ -10,7 +10,6 @@ have it; so what copies do to predictions is measured before a prompt takes any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Some
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,9 +18,9 @@ import numpy as np
 import torch
 
 from kvcli.errors import UsageError
-from kvcli.kernels import PagedKV
 from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.store import store
+from kvcli.runtime.cache.pagerows import copies
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import CHUNKED, LATENT, RECURRENT
 from kvcli.runtime.engine.engine import Engine
@@ -125,7 +124,7 @@ def graft(engine: Engine, seq: Sequence, source: Sequence, lo: int, hi: int) -> 
         into = seq.reserve(tokens)
         for i, (group, index) in own:
             kv, rope = into.kv(i), turns[i]
-            for at, k, v in _rows(views[group][index], start, start + len(tokens)):
+            for at, k, v in copies(views[group][index], start, start + len(tokens)):
                 if rope is not None:
                     rope_(k, *(x.expand(len(k), -1).contiguous().to(k.device) for x in angles[rope]))
                 if kv.rotated[0]:
@@ -144,17 +143,6 @@ def _rope(engine: Engine, layer: int) -> RopeTable | None:
     shape = engine.config.layers[layer]
     table = engine.model.ropes.table(shape.rope)
     return table.first(shape.turned) if table is not None and shape.turned and engine.layout.joined else table
-
-
-def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there; copies."""
-    size = kv.record.page_size
-    for first, page in zip(kv.entries.first.tolist(), kv.entries.memory, strict=True):
-        lo, hi = max(start, first), min(end, first + size)
-        if lo < hi:
-            k, v = kv.rows(page, lo - first, hi - first)
-            k, v = (x.transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (k, v))
-            yield lo, k, v
 
 
 @torch.inference_mode()

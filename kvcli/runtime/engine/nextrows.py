@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from kvcli.runtime.plan.footprint import STEP_ROWS
+
 if TYPE_CHECKING:
     from kvcli.runtime.cache.sequence import Sequence as Rows
     from kvcli.runtime.engine.graph.stepgraph import StepGraph
     from kvcli.runtime.engine.request import Request
 
 READING_S = 0.25  # that answers on a GPU may stand still while prompts are read
-TOGETHER_ROWS = 1024  # of several prompts that a GPU reads in one pass, or one after the other in a step
 Work = list[tuple["Request", list[int]]]
 
 
@@ -53,7 +54,8 @@ class Turns:
         """See `wanted`. On a GPU prompts come first, but answers do not stand still for longer than READING_S and a
         step."""
         now = time.monotonic()
-        enough, prompts = TOGETHER_ROWS if gpu else math.inf, gpu and now < self._answered_s + READING_S
+        enough = STEP_ROWS[-1] if gpu else math.inf  # in one pass, or one after the other in a step
+        prompts = gpu and now < self._answered_s + READING_S
         work = wanted(requests, budget, enough, prompts)
         if any(request.answering for request, _ in work) or not any(request.answering for request in requests):
             self._answered_s = now

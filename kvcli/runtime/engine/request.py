@@ -16,7 +16,7 @@ from kvcli.runtime.engine.clock import Clock
 from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
 from kvcli.runtime.engine.repeats import LoopDetector
 from kvcli.runtime.engine.requesthost import Host
-from kvcli.runtime.engine.rowsahead import RowsAhead, on_host, room_for_guesses
+from kvcli.runtime.engine.rowsahead import RowsAhead, guessed, on_host
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, Written
 from kvcli.runtime.promptcache.marks import Mark
@@ -108,6 +108,7 @@ class Request:
         request is over, has just looked into the caches, or waits for its twin."""
         if self.finished or self._waits or budget < 1:
             return []
+        self.seq.certain = None  # the last step may not have come to its end
         try:
             if self._ledger is None:
                 self._begin()
@@ -136,8 +137,7 @@ class Request:
         """Guesses behind the newest token, at most so many."""
         length, wanted = len(self.history), self.options.max_tokens
         rest = wanted - (length - self.n_prompt) - 1 if wanted >= 0 else most
-        room = room_for_guesses(self.seq, length, self.host.ctx_size) if self.guesses.ever else 0
-        if found := self.guesses.next(length, min(most, rest, room)):
+        if found := guessed(self.seq, self.guesses, length, min(most, rest), self.host.ctx_size):
             self.close()
             self.seq.rewind(length - 1)  # a device may have computed the newest row, whose logits are gone
             self.seq.certain = length - 1

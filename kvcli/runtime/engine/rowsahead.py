@@ -78,17 +78,22 @@ def on_host(seq: Sequence, guesses: Guesses) -> bool:
     return guesses.reads or (guesses.ever and seq.states is not None)
 
 
-def room_for_guesses(seq: Sequence, length: int, ctx_size: int) -> int:
+def guessed(seq: Sequence, guesses: Guesses, length: int, most: int, ctx_size: int) -> list[int]:
+    """Guesses behind `length` known tokens, at most so many, and as there is room for. Where layers keep a state, that
+    before them gets a page: none where there is none."""
+    found = guesses.next(length, min(most, _room(seq, length, ctx_size)) if guesses.ever else 0)
+    return found if not found or seq.states is None or seq.states.can_guess() else guesses.next(length, 0)
+
+
+def _room(seq: Sequence, length: int, ctx_size: int) -> int:
     """How many guesses there may be behind `length` known tokens.
 
     They stay in the page of the newest one, and do not fill it: what is wrong is taken back, and a page that was sealed
     could not be. None where what is taken back leaves traces among queries that were noted, where a token chooses its
-    pages, where rows are computed in blocks, or where there is no room for the state before them.
+    pages, or where rows are computed in blocks.
     """
     layout = seq.pool.layout
     if seq.selector is not None or layout.attend.pages or layout.grain > 1:
-        return 0
-    if seq.states is not None and not seq.states.can_guess():
         return 0
     size = layout.page_size
     page = size - 2 - (length - 1) % size

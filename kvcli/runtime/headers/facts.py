@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -14,9 +15,16 @@ from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.titles import title_of
 from kvcli.runtime.hub import hubnames
 from kvcli.runtime.hub.runnable import judge
+from kvcli.runtime.plan.footprint import Tensor
 from kvcli.runtime.text.template import ChatTemplate, template_note
 
 _F16_BYTES = 2
+FILE_TYPES = {  # values of general.file_type
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
+    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
+    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,11 +125,18 @@ def read_facts(file: ModelFile) -> ModelFacts:
     )
 
 
-def weight_type_of(file: ModelFile) -> str:
-    """Q4_K_M, as a GGUF file is called; else the format that most bytes of its weights have. "" = there are none."""
-    if named := hubnames.quant_of(file.path.name if file.path.name.endswith(".gguf") else ""):
+def weight_type(name: str, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Q4_K_M, as a GGUF file of that name is called, or says itself; else the format that most bytes of its weights
+    have, which may be that of the embedding alone. "" = there are none."""
+    if named := hubnames.quant_of(name if name.endswith(".gguf") else ""):
         return named
-    return max(_quants(file), key=lambda share: share.nbytes).type if file.tensors else ""
+    said = metadata.get("general.file_type")
+    if isinstance(said, int) and said in FILE_TYPES:
+        return FILE_TYPES[said]
+    nbytes = Counter[str]()
+    for tensor in tensors.values():
+        nbytes[tensor.type] += tensor.nbytes
+    return max(nbytes, key=lambda kind: nbytes[kind], default="")
 
 
 def _quants(file: ModelFile) -> tuple[QuantShare, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcli.blockformats import FORMATS
 from kvcli.runtime.formats.modelfile import ModelFile, Tensor
+from kvcli.runtime.headers.facts import FILE_TYPES
 from kvcli.runtime.hub.store import Progress, no_progress
 from kvcli.runtime.text.vocabulary import UNUSED
 
@@ -18,11 +19,7 @@ if TYPE_CHECKING:
 
 _ARCHITECTURE = "general.architecture"  # which the writer itself adds
 _CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
-# Values of general.file_type, by what most weights are stored as.
-_FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 12, "Q4_K": 14,
-    "Q5_K": 16, "Q6_K": 18, "BF16": 32,
-}  # fmt: skip
+_MIXES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}  # what files are called that have most of these
 
 
 def write_gguf(model: ModelFile, path: Path, progress: Progress | None = None) -> None:
@@ -85,7 +82,8 @@ def _file_type(model: ModelFile) -> dict[str, Any]:
         if len(tensor.shape) > 1:
             nbytes[tensor.type] += tensor.nbytes
     most = nbytes.most_common(1)[0][0] if nbytes else ""
-    return {"general.file_type": _FILE_TYPES[most]} if most in _FILE_TYPES else {}
+    found = next((number for number, name in FILE_TYPES.items() if name == _MIXES.get(most, most)), None)
+    return {} if found is None else {"general.file_type": found}
 
 
 def _padded(model: ModelFile) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvcli.options import LoraOption
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats import adapter
 from kvcli.runtime.headers.anygguf import config_from_gguf_any, config_from_hf, config_problem
+from kvcli.runtime.headers.facts import weight_type
 from kvcli.runtime.headers.modelheaders import HeaderTensor, ModelHeader
 from kvcli.runtime.headers.shapes import Given, config_by_hand, config_from_recipe, override, recipe_params_read
 from kvcli.runtime.host.memory import CPU
@@ -22,7 +23,7 @@ from kvcli.runtime.hub.modelref import ModelRef
 from kvcli.runtime.hub.recipes import Recipe
 from kvcli.runtime.hub.runnable import judge
 from kvcli.runtime.plan import footprint, repacked
-from kvcli.runtime.plan.footprint import ASSUMED, Tensor, WeightBytes
+from kvcli.runtime.plan.footprint import ASSUMED, WeightBytes
 
 ASSUMED_BITS = 4.9  # per weight, of a Q4_K_M file of several billion weights
 
@@ -161,7 +162,7 @@ def _from_header(
         config,
         weights,
         given.params or params,
-        _main_type(header.tensors),
+        weight_type(header.source, header.metadata, header.tensors),
         "header",
         header.file_bytes,
         header.bytes_read,
@@ -196,11 +197,3 @@ def _as_it_runs(header: ModelHeader, path: Path, quantize: str) -> tuple[ModelHe
             return replace(header, metadata=model.metadata, tensors=tensors, notices=notices), ""
     except ModelError as error:
         return header, error.message
-
-
-def _main_type(tensors: Mapping[str, Tensor]) -> str:
-    """The block type that stores most bytes."""
-    sizes: dict[str, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.nbytes
-    return max(sizes, key=lambda kind: sizes[kind], default="")

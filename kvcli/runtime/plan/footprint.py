@@ -34,7 +34,7 @@ _FIXED_ROWS, _FIXED_BYTES = 256 + 8, 80  # CPU: rows in fixed point that are the
 _FIXED_PAIRS = 2048  # CPU: the same of pairs of a row and an expert
 _QUERY_BLOCK = 16  # queries that share a decoded page
 _SLICE_BYTES, _SLICE_ROWS = 256 << 20, 256  # GPU: float16 weights expanded at a time: see kernels/gpu/expand.py
-_GRAPH_ROWS = 1024  # GPU: of the largest step that has a graph, with memory of its own: see engine/graph/stepgraph.py
+STEP_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # GPU: of steps that have graphs, with memory of their own
 _STAGED_ROWS = 16384  # GPU: of the past that are float16 at a time: see kernels/gpu/past.py
 _LATENT_CELLS = 16 * _STAGED_ROWS  # GPU: keys of heads that are made of latents at a time
 _CHUNK_ROWS = 64  # GPU: of a sequence with states, multiplied with each other: see kernels/gpu/chunks.py
@@ -234,7 +234,7 @@ def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int
     staged = min(config.context_length, _STAGED_ROWS)
     past = max((staged * 2 * x.kv_heads * (x.dim_k + x.dim_v) for x in config.layers if x.kind != RECURRENT), default=0)
     past += _unabsorbed_bytes(config)
-    steps = gpu_step_bytes(config, rows, queries) + gpu_step_bytes(config, min(rows, _GRAPH_ROWS), queries, True)
+    steps = gpu_step_bytes(config, rows, queries) + gpu_step_bytes(config, min(rows, STEP_ROWS[-1]), queries, True)
     return steps + expanded + past + _LIBRARY_BYTES
 
 

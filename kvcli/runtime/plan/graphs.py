@@ -11,22 +11,22 @@ from collections.abc import Iterator
 
 from kvcli.runtime.cache.grouplayout import GroupLayout
 from kvcli.runtime.cache.layout import KVLayout
-from kvcli.runtime.config import WINDOWED, ModelConfig
-from kvcli.runtime.plan.footprint import GRAPH_PROGRAMS, gpu_step_bytes
+from kvcli.runtime.config import LATENT, WINDOWED, ModelConfig
+from kvcli.runtime.plan.footprint import DECODE_PARTS, GRAPH_PROGRAMS, STEP_ROWS, gpu_step_bytes
 
-STEP_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)  # of a sequence in a graph
 BATCH_ROWS = (2, 4, 8, 16, 32, 64)  # of as many sequences; with more, products are no longer those of a few rows
 TOGETHER = (4, 8)  # prompts that are read in one pass
-_MOST_PARTS, _MOST_LATENT_PARTS = 128, 512  # partial results of a query that there is room for
-_EDGE = 6 * 8  # of a page that is not seen wholly
-_EDGES_EACH, _EDGES_OF_ROW = 8, 16  # of a block of queries, and of a row of a sequence of its own
-_CENTRE_ROWS = 16  # rows that share angles of the mean
+EDGES_OF_BLOCK = 8  # pages that are not seen wholly: of a block of queries, beside one for each page and class
+EDGES_OF_ROW = 16  # and of a row of a sequence of its own, beside those of its window and of pages that stay
+LATENT_PARTS = 512  # partial results of a query of latents that there is room for: MOST_PARTS of latentcombine.py
+EDGE_NUMBERS = 6  # of such a page, and
+CENTRE_ROWS = 16  # rows that share angles of the mean: as in kernels/
 _BLOCK = 16  # queries that are computed together: of all heads of a key-value head, at least
 
 
 def graph_bytes(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int) -> int:
     """Of all graphs of an engine with contexts of `tokens`, and up to `at_once` answers at a time."""
-    places = [1, *(rows for rows, count in _steps(layout, at_once) for _ in range(count))]
+    places = [1, *(rows for rows, count in steps(layout, at_once) for _ in range(count))]
     found = 4 * STEP_ROWS[-1] * config.d_model  # what steps give
     found += sum(_lists(config, group, tokens, rows) for group in layout.groups for rows in places)
     found += sum(_angles(config, group, tokens, len(places)) for group in layout.groups)
@@ -35,12 +35,29 @@ def graph_bytes(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int
     return found + (_batches(config, layout, tokens, at_once) if at_once > 1 else 0)
 
 
-def _steps(layout: KVLayout, at_once: int) -> Iterator[tuple[int, int]]:
+def steps(layout: KVLayout, at_once: int) -> Iterator[tuple[int, int]]:
     """Rows of each sequence, and how many there are, of the graphs of prompts."""
-    for rows in STEP_ROWS:
+    for rows in sizes(layout):
         yield rows, 1
-        joined = (n for n in TOGETHER if n <= at_once and n * rows <= STEP_ROWS[-1] and not layout.states)
-        yield from ((rows, n) for n in joined)
+        if joins(layout):
+            yield from ((rows, n) for n in TOGETHER if n <= at_once and n * rows <= STEP_ROWS[-1])
+
+
+def sizes(layout: KVLayout) -> tuple[int, ...]:
+    """Rows of a sequence in a graph."""
+    return tuple(rows for rows in STEP_ROWS if rows % layout.grain == 0)
+
+
+def joins(layout: KVLayout) -> bool:
+    """Whether there can be graphs of prompts of several sequences: none where a row's bits must not depend on its
+    neighbours, nor of sequences with states, or latents."""
+    latents = any(group.kind == LATENT for group in layout.groups)
+    return layout.grain == 1 and not layout.states and not latents and not by_row(layout)
+
+
+def by_row(layout: KVLayout) -> bool:
+    """Whether rows are sealed one by one."""
+    return any(group.sealed and not group.tail for group in layout.groups)
 
 
 def _slots(group: GroupLayout, tokens: int) -> int:
@@ -49,7 +66,7 @@ def _slots(group: GroupLayout, tokens: int) -> int:
 
 def _room(group: GroupLayout, tokens: int) -> int:
     """Rows of a list of pages, and of edges beside it."""
-    return 2 * group.page_size * (_slots(group, tokens) + _EDGES_EACH)
+    return 2 * group.page_size * (_slots(group, tokens) + EDGES_OF_BLOCK)
 
 
 def _pieces(rows: int, size: int) -> int:
@@ -61,9 +78,9 @@ def _lists(config: ModelConfig, group: GroupLayout, tokens: int, rows: int) -> i
     """Of one group, for so many rows of a sequence, with its means and scales."""
     slots, heads = _slots(group, tokens), max(1, config.n_heads // group.kv_heads)
     blocks = 1 if rows == 1 else _pieces(rows, max(1, _BLOCK // heads))
-    parts = _MOST_LATENT_PARTS if group.record.joined else _MOST_PARTS
+    parts = LATENT_PARTS if group.record.joined else DECODE_PARTS
     found = 8 * (rows + 2 * _pieces(rows, group.page_size) + 2 * parts * blocks)
-    found += _EDGE * (2 * slots + _EDGES_EACH * blocks) + 2 * 8 * slots
+    found += 8 * EDGE_NUMBERS * (2 * slots + EDGES_OF_BLOCK * blocks) + 2 * 8 * slots
     if group.summarized and rows == 1:  # what a token chooses
         found += 2 * slots * (8 + 12 * group.kv_heads)
     return found + _bases(group)
@@ -81,7 +98,7 @@ def _angles(config: ModelConfig, group: GroupLayout, tokens: int, places: int) -
         return 0
     ropes = {rope for i in group.layers if (rope := config.layers[i].rope) is not None}
     dims = sum(rope.dim for rope in ropes) or group.dim_k  # shapes by hand have none
-    each = 2 * dims * _slots(group, tokens) * (group.page_size // _CENTRE_ROWS)
+    each = 2 * dims * _slots(group, tokens) * (group.page_size // CENTRE_ROWS)
     return each * (places if group.retention else 1)
 
 
@@ -113,7 +130,7 @@ def _apart(config: ModelConfig, group: GroupLayout, tokens: int, rows: int) -> i
     """Of one group, for so many rows of sequences of their own."""
     slots, evicts = _slots(group, tokens), group.retention
     stay = group.sinks + group.window // group.page_size + (evicts.keep // group.page_size if evicts else 0)
-    edges = rows * min(2 * slots, _EDGES_OF_ROW + stay)
-    found = rows * (2 * 8 * slots + 8 * 6 + _bases(group)) + _EDGE * edges + 24 * _items(config, group, rows)
+    edges = rows * min(2 * slots, EDGES_OF_ROW + stay)
+    found = rows * (2 * 8 * slots + 8 * 6 + _bases(group)) + 8 * EDGE_NUMBERS * edges + 24 * _items(config, group, rows)
     angles = _angles(config, group, tokens, 1)
     return found + (rows * angles if evicts else 0)

@@ -8,14 +8,13 @@ rows. So the result is near it, not equal to it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-
-import torch
+from collections.abc import Callable, Mapping
 
 from kvcli.codecs import CODECS
 from kvcli.errors import CacheFileError, DoesNotFit, UsageError
-from kvcli.kernels import HostBackend, PagedKV
+from kvcli.kernels import HostBackend
 from kvcli.runtime.cache.layout import KVLayout, PageKey
+from kvcli.runtime.cache.pagerows import copies
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import ModelConfig
@@ -139,7 +138,7 @@ def convert(
         into = ours.reserve(tokens[start:end])
         for layer, (group, index) in own:
             kv = into.kv(layer)
-            for at, k, v in _rows(views[group][index], start, end):
+            for at, k, v in copies(views[group][index], start, end):
                 if kv.rotated[0]:
                     ops.rotate_(k)
                 if kv.rotated[1]:
@@ -148,13 +147,3 @@ def convert(
             seal_step(ops, rope_of(layer), kv, start, end)
         ours.commit(tokens[start:end])
     return ours
-
-
-def _rows(kv: PagedKV, start: int, end: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(position, K [T, kv_heads, dim_k], V) page by page, as far as the pages are there."""
-    size = kv.record.page_size
-    for first, page in zip(kv.entries.first.tolist(), kv.entries.memory, strict=True):
-        lo, hi = max(start, first), min(end, first + size)
-        if lo < hi:
-            k, v = kv.rows(page, lo - first, hi - first)
-            yield lo, k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()

@@ -21,9 +21,9 @@ from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.engine.graph.pages import PAGES_EACH, CentreAngles, GraphPages, sent
 from kvcli.runtime.model.decoder import Decoder
+from kvcli.runtime.plan.graphs import EDGES_OF_ROW
 
 ITEM_NUMBERS = 6  # of an item of work: those of `Shares`, the row, and the number of its partial result
-EDGES_EACH = 16  # of a row, beside those of its window and of pages that stay
 FEWEST_PARTS = 8  # of a row that kernels are launched for
 
 
@@ -79,7 +79,7 @@ class BatchTables:
         kinds = (1 + 2 * group.sealed) * (1 + bool(evicts))  # of pages that a row does not see wholly, and one run more
         self.items = self.budget + self.rows * (2 + kinds)
         stay = group.sinks + group.window // group.page_size + (evicts.keep // group.page_size if evicts else 0)
-        edges_each = min(self.pitch, EDGES_EACH + stay)
+        edges_each = min(self.pitch, EDGES_OF_ROW + stay)
         sizes = [self.rows, self.rows, self.rows, self.rows + 1, self.items * ITEM_NUMBERS // 2]
         sizes = [n + n % 2 for n in (*sizes, EDGE_NUMBERS * self.rows * edges_each)]  # see `GroupTables`
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)

@@ -19,11 +19,11 @@ from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.engine.graph.capture import captured
 from kvcli.runtime.engine.graph.legs import graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
+from kvcli.runtime.engine.graph.stepgraph import SMALLEST_BUCKET
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 from kvcli.runtime.model.summarizing import missing, settle, summarize_group
 
-SMALLEST_BUCKET = 1024  # tokens of context; a graph serves contexts up to a power of two
 SEALING = (0, False)
 
 

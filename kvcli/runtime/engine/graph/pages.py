@@ -36,9 +36,9 @@ from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.config import WINDOWED
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.rope import RopeTable
+from kvcli.runtime.plan.graphs import EDGES_OF_BLOCK
 
 PAGES_EACH, CHOSEN_EACH = 4, 2  # for a share to be worth a program, of all pages or of chosen ones
-EDGES_EACH = 8  # of a block of queries, beside one for each page and class
 
 
 class CentreAngles:
@@ -133,7 +133,7 @@ class GroupTables:
             self.block, _ = latents.block_rows(group.record, heads, rows)
         self.blocks, self.pages = (most_pieces(rows, size) for size in (self.block, group.page_size))
         self.each = max(1, each // self.blocks)  # programs that rows which are seen wholly are worth, of each block
-        most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_EACH * self.blocks)
+        most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_OF_BLOCK * self.blocks)
         sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 3, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
         self._places = self.head.split(sizes)
@@ -159,7 +159,7 @@ class GroupTables:
         """Room for the probabilities of a token; None = rows of such layers are not selected."""
         if self.group.kind in WINDOWED:
             return None
-        table, most = self.lists.table, self.group.page_size * (self.entries(ctx_size) + EDGES_EACH)
+        table, most = self.lists.table, self.group.page_size * (self.entries(ctx_size) + EDGES_OF_BLOCK)
         scores = torch.zeros(heads, 2 * most, dtype=torch.float32, device=table.device)
         return Noted(torch.zeros_like(table), scores, most, self._table_of(2, table.device))
 

@@ -24,7 +24,8 @@ from kvcli.runtime.engine.graph.legs import GraphLegs, graph_legs
 from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
-from kvcli.runtime.plan.graphs import STEP_ROWS
+from kvcli.runtime.plan import graphs
+from kvcli.runtime.plan.footprint import STEP_ROWS
 
 SHORT_ROWS = 16  # whose kernels are wanted first
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
@@ -128,7 +129,7 @@ class StepGraph:
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
-        self.sizes = tuple(rows for rows in STEP_ROWS if rows % layout.grain == 0)
+        self.sizes = graphs.sizes(layout)
         self.joined: set[tuple[int, int]] = set()
         self._rows: dict[tuple[int, int], Rows] = {}
         self._hidden: torch.Tensor | None = None  # one for all graphs
@@ -136,14 +137,8 @@ class StepGraph:
 
     @property
     def joins(self) -> bool:
-        """Whether there can be graphs of several sequences: none where a row's bits must not depend on its neighbours,
-        nor of sequences with states, or latents."""
-        plain = not self.layout.states and self.model.config.latents is None
-        return self.layout.grain == 1 and plain and not self._by_row
-
-    @property
-    def _by_row(self) -> bool:
-        return any(group.sealed and not group.tail for group in self.layout.groups)
+        """Whether there can be graphs of several sequences."""
+        return graphs.joins(self.layout)
 
     def run(self, part: Part) -> torch.Tensor | None:
         """Hidden states float32 [T, d_model] of the part, whose rows are stored.
@@ -169,7 +164,7 @@ class StepGraph:
             return False
         if part.watches or part.chooses or (part.states and part.states.inputs is not None):
             return False
-        return not (self.model.taps or len(part.ids) > STEP_ROWS[-1] or self._by_row)
+        return not (self.model.taps or len(part.ids) > STEP_ROWS[-1] or graphs.by_row(self.layout))
 
     def _run(self, parts: tuple[Part, ...]) -> torch.Tensor | None:
         """None where lists are too long."""
