@@ -248,7 +248,8 @@ class Host:
     async def prompt(self, question: Question) -> tuple[Served, Prompt, SampleOptions]:
         """The model that is asked, its tokens of the question, and the options with the grammar. Raises KVError."""
         served = await self.served(question.model)
-        served.worker.engine.check_text(question.chars)
+        engine = served.worker.engine
+        engine.terms.check_text(question.chars, engine.tokenizer.longest)
 
         def make() -> tuple[Served, Prompt, SampleOptions]:
             options = question.options

@@ -16,6 +16,7 @@ from kvcli.cli.overflow import Cut, answer_leaves, cut_text
 from kvcli.errors import ContextOverflow
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine.terms import advised
+from kvcli.runtime.text.tokenizer import Tokenizer
 
 
 @given(st.integers(1, 300), st.integers(0, 50), st.integers(0, 50), st.integers(1, 300), st.booleans())
@@ -191,6 +192,15 @@ def test_a_prompt_that_is_evicted_in_part_is_told(kv_here: KvHere):
     assert first in err and any(first in warning for warning in value["warnings"]) and "during" not in err
     code, value, err = run(kv_here, prompt, "-c", "40", "--evict", "window", "-n", "1")
     assert code == 5 and "more than the context of 40" in value["error"]["message"]
+
+
+def test_a_text_that_no_tokens_make_short_enough_is_not_tokenized(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch):
+    cut = run(kv_here, "abc " * 9000, "-c", "64", "-n", "1", "--on-overflow", "truncate-start")
+    assert cut[0] == 0 and "the prompt of 27,001 tokens is longer" in cut[2]
+    monkeypatch.setattr(Tokenizer, "encode_segments", None)
+    code, value, _ = run(kv_here, "abc " * 9000, "-c", "64", "-n", "1")
+    assert code == 5
+    assert "has 36,000 characters: more tokens than the context of 64 has room for" in value["error"]["message"]
 
 
 @pytest.mark.parametrize(("keep", "code"), [("-1", 0), ("20", 0), ("33", 2)])

@@ -24,7 +24,7 @@ class FakeTokenizer:
     """One id a character, one for the pair "ab", three control tokens."""
 
     bos_id, eos_id, eog_ids, add_bos = BOS, END, frozenset({END}), True
-    vocab_size = FIRST_CHARACTER + 0x110000
+    vocab_size, longest = FIRST_CHARACTER + 0x110000, 0
 
     def encode(self, text: str, add_bos: bool = True, parse_special: bool = False) -> list[int]:
         return self.encode_segments([(text, parse_special)], add_bos)
@@ -176,6 +176,7 @@ class FakeEngine:
         return SimpleNamespace(
             options=options, could_hold=lambda tokens: tokens <= self.memory_tokens, keeps_prompt=keeps, notices=(),
             layout=layout, ctx_size=self.ctx_size, check_prompt=self._check_prompt,
+            check_text=lambda chars, most: None,
         )  # fmt: skip
 
     def _check_prompt(self, ids: list[int], answer: int = -1) -> None:

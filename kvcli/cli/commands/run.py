@@ -234,16 +234,18 @@ def _tell(results: list[Result], output: OutputFlags, invocation: Invocation) ->
 
 def _fitting(loaded: LoadedModel, question: Question, policy: str, max_tokens: int) -> tuple[list[int], Cut | None]:
     """The prompt's ids, cut to the context where `policy` wants that. Raises ContextOverflow where it does not."""
-    ids, terms = question.ids(loaded.text), loaded.terms
+    terms, text = loaded.terms, loaded.text
     try:
-        terms.check_prompt(ids, answer=max_tokens)
+        if policy == ERROR:
+            terms.check_text(len(question.prompt), text.tokenizer.longest)
+        terms.check_prompt(ids := question.ids(text), answer=max_tokens)
         return ids, None
     except ContextOverflow as error:
         if policy == ERROR:
             error.hint += "; --on-overflow cuts it"
             raise
     room = answer_leaves(terms.ctx_size, max_tokens, None if terms.keeps_prompt else terms.layout.retention)
-    return cut_text(ids, question.text(loaded.text, ids), policy, terms.ctx_size, room, terms.could_hold, max_tokens)
+    return cut_text(ids, question.text(text, ids), policy, terms.ctx_size, room, terms.could_hold, max_tokens)
 
 
 EXAMPLES = """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcli.errors import ContextOverflow, UsageError
+from kvcli.errors import UsageError
 from kvcli.kernels.cpu.backend import NativeBackend
 from kvcli.notices import Tell
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions, PromptCacheOptions, SampleOptions
@@ -297,15 +297,6 @@ class Engine:
         """Where single tokens have a fast way: `graph_tokens`; None where they are computed like prompts."""
         graph = None if notes(seq) else self.graph
         return None if graph is None else graph_tokens(graph, self.config.vocab_size, seq, history, sampler, logits)
-
-    def check_text(self, chars: int) -> None:
-        """Raises ContextOverflow for so many characters that no text of them has few enough tokens to be worth it."""
-        most = self.tokenizer.longest
-        if most and chars > most * self.ctx_size and self.layout.retention is None:
-            raise ContextOverflow(
-                f"the prompt has {chars:,} characters, which are more tokens than the context of {self.ctx_size:,}",
-                "shorten it",
-            )
 
     def sampled_on_host(self, settled: SampleOptions) -> str:
         """Why the host chooses every token with these options although the device computes it; "" = it does not."""

@@ -96,6 +96,15 @@ class Terms:
             return length
         return min(length, *(r.whole for r in (mine, theirs) if r)) if self.setting.kind == CPU else 0
 
+    def check_text(self, chars: int, most: int) -> None:
+        """Raises ContextOverflow for so many characters of a prompt that they need not be tokenized to know that the
+        context has no room for them. `most`: what one token may stand for, 0 = anything."""
+        if most and chars > most * self.ctx_size and self.layout.retention is None:
+            raise ContextOverflow(
+                f"the prompt has {chars:,} characters: more tokens than the context of {self.ctx_size:,} has room for",
+                "shorten it",
+            )
+
     def check_prompt(self, ids: list[int], history: bool = False, answer: int = -1) -> None:
         """Raises UsageError for ids that are no prompt, ContextOverflow for more of them than the context has room for.
         `history`: where old rows are evicted there may be; `answer`: tokens that it may have, -1 = nobody says."""

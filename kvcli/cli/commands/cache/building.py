@@ -78,6 +78,7 @@ def build(
             kept = PromptCacheOptions(store=store_folder(cache_dir), scope=cache_scope)
             _build_chunks(engines.engine_of(loaded, invocation), question, kept, invocation, json)
             raise typer.Exit(interrupts.code)
+        loaded.terms.check_text(len(question.prompt), loaded.text.tokenizer.longest)
         ids = question.ids(loaded.text)
         if len(ids) < cache_options.page_size:
             raise UsageError(
