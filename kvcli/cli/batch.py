@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -43,16 +44,17 @@ class Batch:
 
 
 class Answers:
-    """The lines that come out: in the order of `numbers`, each as soon as those before it are there.
+    """The lines that come out: in the order of those that they answer, each as soon as those before it are there.
 
-    A file that exists is continued: it must hold the answers to the first lines. A last line that is not whole is
-    made again.
+    A file that exists is continued: it must hold the answers to the first lines, as these are now. A last line that is
+    not whole is made again.
     """
 
-    def __init__(self, target: str | None, numbers: list[int]) -> None:
+    def __init__(self, target: str | None, source: str, lines: dict[int, bytes]) -> None:
         """Raises UsageError for a file that has something else, OutputError."""
         self.name = "stdout" if target in (None, "-") else str(target)
-        self.numbers, self.done, self.failed = numbers, 0, 0
+        self.numbers, self.done, self.failed = list(lines), 0, 0
+        self._lines = lines
         self._waiting: dict[int, dict[str, Any]] = {}
         if target in (None, "-"):
             if sys.stdout is None:
@@ -61,33 +63,38 @@ class Answers:
             return
         with writing_to(self.name):
             if os.path.isfile(self.name):
-                self._go_on()
+                self._go_on(source)
             self._file = open(self.name, "ab")  # noqa: SIM115  # closed by the end of the process
 
-    def _go_on(self) -> None:
+    def _go_on(self, source: str) -> None:
         with open(self.name, "rb") as file:
             whole = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
         if whole and not _is_object(whole[-1]):
             whole.pop()
         for number, line in zip(self.numbers, whole, strict=False):
             value = load_object(line, self.name, UsageError) if _is_object(line) else {}
-            if value.get("line") != number:
+            if (value.get("line"), value.get("input")) != (number, self._input(number)):
                 break
             self.done, self.failed = self.done + 1, self.failed + ("error" in value)
         if self.done < len(whole):
             raise UsageError(
-                f"{self.name} exists, and does not hold the first answers to this file", "name another file with -o"
+                f"{self.name} exists, and its line {self.done + 1:,} answers no line that {source} has there now",
+                "name another file with -o, or delete that line and all behind it",
             )
         os.truncate(self.name, sum(map(len, whole)))
 
     def put(self, number: int, value: dict[str, Any]) -> None:
         """The answer or the error of a line. Raises OutputError."""
-        self._waiting[number] = value
+        self._waiting[number] = {"line": number, "input": self._input(number), **value}
         while self.done < len(self.numbers) and (found := self._waiting.pop(self.numbers[self.done], None)):
             with writing_to(self.name):
                 self._file.write(jsonobjects.line("run --batch", found).encode())
                 self._file.flush()
             self.done, self.failed = self.done + 1, self.failed + ("error" in found)
+
+    def _input(self, number: int) -> str:
+        """What tells a line from others."""
+        return hashlib.sha256(self._lines[number].strip()).hexdigest()[:16]
 
 
 def _is_object(line: bytes) -> bool:
@@ -119,9 +126,8 @@ class _Asked:
         """What comes out, once it has ended."""
         if self.end is None:
             assert self.request.error is not None
-            return _error(self.number, self.line.id, self.request.error)
+            return _error(self.line.id, self.request.error)
         return {
-            "line": self.number,
             "id": self.line.id,
             "text": "".join(self.parts) + self.end.text,
             "reasoning": "".join(self.thoughts) + self.end.reasoning or None,
@@ -132,9 +138,9 @@ class _Asked:
         }
 
 
-def _error(number: int, id: str | int | None, error: KVError) -> dict[str, Any]:
+def _error(id: str | int | None, error: KVError) -> dict[str, Any]:
     told = {key: text.replace("`", "") if isinstance(text, str) else text for key, text in error.as_object().items()}
-    return {"line": number, "id": id, "error": told}
+    return {"id": id, "error": told}
 
 
 def _id_of(raw: bytes) -> str | int | None:
@@ -165,7 +171,7 @@ def run(
     lines = {number: raw for number, raw in enumerate(data.splitlines(), 1) if raw.strip()}
     if not lines:
         raise UsageError(f"{batch.source} has no lines", 'each is {"prompt": "..."} or {"messages": [...]}')
-    answers, total = Answers(batch.target, list(lines)), len(lines)
+    answers, total = Answers(batch.target, batch.source, lines), len(lines)
     if answers.done:
         told = "" if answers.done == total else f": going on with line {answers.numbers[answers.done]}"
         say(f"{answers.name} has the answers to {answers.done:,} of {counted(total, 'line')}{told}")
@@ -208,7 +214,7 @@ def _answer(
                     asked[id(found.request)] = found
                     scheduler.submit(found.request)
                 except KVError as error:
-                    answers.put(number, _error(number, _id_of(lines[number]), error))
+                    answers.put(number, _error(_id_of(lines[number]), error))
             if scheduler.idle:
                 break
             for request, events in scheduler.step():

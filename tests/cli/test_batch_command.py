@@ -121,10 +121,21 @@ def test_a_file_of_answers_is_gone_on_with(kv_here: KvHere, words: tuple[str, ..
     code, _, err = kv_here(*words, "--batch", str(file), "-o", str(out))
     assert code == 0 and "has the answers to 9 of 9 lines" in err
     write(tmp_path / "other.jsonl", PROMPTS[0])
-    for strange in ("hello\nyou\n", '{"line": 2}\n{"line": 3}\n'):
+    for strange in ("hello\nyou\n", '{"line": 2}\n{"line": 3}\n', whole.decode() + "{}\n"):
         out.write_text(strange)
         code, _, err = kv_here(*words, "--batch", str(file), "-o", str(out))
-        assert code == 2 and "does not hold the first answers" in err and out.read_text() == strange
+        assert code == 2 and "answers no line that" in err and out.read_text() == strange
+
+
+def test_answers_to_lines_that_have_changed_are_refused(
+    kv_here: KvHere, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    file, out = write(tmp_path / "in.jsonl", *PROMPTS[:2]), tmp_path / "out.jsonl"
+    assert kv_here(*words, "--batch", str(file), "-o", str(out))[0] == 0
+    before = out.read_bytes()
+    write(file, PROMPTS[0], PROMPTS[3], PROMPTS[1])
+    code, _, err = kv_here(*words, "--batch", str(file), "-o", str(out))
+    assert code == 2 and f"its line 2 answers no line that {file} has there now" in err and out.read_bytes() == before
 
 
 def test_failed_lines_of_an_earlier_run_count(kv_here: KvHere, words: tuple[str, ...], tmp_path: Path) -> None:
