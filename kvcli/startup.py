@@ -180,3 +180,9 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def collect() -> None:
+    """Free what refers to itself and is of no use any more, of what was made `uncollected`, too."""
+    gc.unfreeze()
+    gc.collect()

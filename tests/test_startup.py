@@ -6,6 +6,7 @@ import gc
 import json
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -145,3 +146,19 @@ found.append(there.value)
 startup.release_code()
 print(json.dumps([*found, there.value]))""")
     assert changed == after != before
+
+
+def test_what_was_made_uncollected_is_freed_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Knot:
+        itself: Knot
+
+    monkeypatch.setattr(startup, "_alone", object())
+    with startup.uncollected():
+        knot = Knot()
+        knot.itself = knot
+    gone = weakref.ref(knot)
+    del knot
+    gc.collect()
+    assert gone() is not None
+    startup.collect()
+    assert gone() is None

@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.engine.events import End, Event
 from kvcli.runtime.engine.prompt import Prompt
 from kvcli.runtime.headers.facts import weight_type
+from kvcli.runtime.host.memory import release
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
 from kvcli.serve.replies import PING_S, NoModel, Question, Reply
@@ -29,6 +31,7 @@ from kvcli.serve.worker import Busy, Stopped, Work, Worker
 if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
 
+LET_GO_S = 1.0  # that answers may take to let go of a model that is unloaded
 PATIENCE_S = 20.0  # that what makes a prompt slowly may wait for others of its kind
 Made = TypeVar("Made")
 
@@ -47,6 +50,16 @@ async def _aside(make: Callable[[], Made]) -> Made:
 
     threading.Thread(target=run, name="kv-load", daemon=True).start()
     return await asyncio.wrap_future(made)
+
+
+def _end(leaving: list[Served]) -> None:
+    """Stop the one model of this list, and give its memory back when whoever was answered has let go of it."""
+    gone = weakref.ref(leaving[0])
+    leaving.pop().worker.stop(0.0)
+    until = time.monotonic() + LET_GO_S
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    release()
 
 
 class EngineReply(Reply):
@@ -211,11 +224,7 @@ class Host:
         """Let go of the model that was used the longest ago, as soon as one writes no answer."""
         while not (idle := [each for each in self.loaded if each.worker.idle]):
             await asyncio.sleep(0.05)
-        oldest = min(idle, key=lambda each: each.worker.used)
-        if not oldest.worker.retire():
-            return  # it was asked meanwhile
-        self.loaded.remove(oldest)
-        await asyncio.get_running_loop().run_in_executor(None, oldest.worker.stop, 0.0)
+        self._retired(min(idle, key=lambda each: each.worker.used))  # else it was asked meanwhile
 
     async def unload(self, name: str) -> None:
         served = self.find(name)
@@ -236,7 +245,7 @@ class Host:
             return False
         self.loaded.remove(served)
         self._ending = [each for each in self._ending if each.is_alive()]
-        self._ending.append(threading.Thread(target=served.worker.stop, args=(0.0,), name="kv-unload", daemon=True))
+        self._ending.append(threading.Thread(target=_end, args=([served],), name="kv-unload", daemon=True))
         self._ending[-1].start()
         return True
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from serving import ignore, open_engine, served, until
 
+from kvcli import startup
 from kvcli.errors import KVError
 from kvcli.notices import Tell
 from kvcli.options import PromptCacheOptions, SampleOptions
@@ -210,6 +213,37 @@ def test_a_model_is_not_loaded_beside_one_that_still_ends() -> None:
         assert ended.is_set()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("how", ["unloaded", "makes room", "as an answer ends"])
+def test_a_model_that_is_let_go_of_takes_no_memory(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no garbage is sought among what was loaded."""
+    monkeypatch.setattr(startup, "_alone", object())
+    with startup.uncollected():
+        models = [served(open_engine())]
+    gone = weakref.ref(models[0].worker.engine.loaded)
+
+    async def check() -> None:
+        host = Host(models.pop(), lambda name: served(open_engine("qwen2")), lambda: [Known("second")], 1)
+        if how == "unloaded":
+            await host.unload(host.loaded[0].name)
+        elif how == "makes room":
+            await host.served("second")
+        else:
+            prompt, options = Prompt(host.loaded[0].text.tokenizer.encode("Hello")), SampleOptions(max_tokens=1)
+            async with EngineReply(host.loaded[0], prompt, host.loaded[0].worker.settled(options)) as reply:
+                await reply.whole()
+                await host.unload(reply.served.name)
+            del reply
+        while gone() is not None:
+            await asyncio.sleep(0.01)
+        await asyncio.get_running_loop().run_in_executor(None, host.stop, 0.0)
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(check(), 60))
+    finally:
+        gc.enable()
 
 
 def test_a_load_does_not_hold_up_the_end() -> None:

@@ -82,7 +82,8 @@ def launch(
     with Interrupts() as interrupts:
         opener = Opener(load, options, kept, flags, invocation, interrupts)
         sampling = replace(sample.options(attended=True), unattended=False)
-        with opened(opener, sampling) as (app, listening, first):
+        with opened(opener, sampling) as (app, listening, host):
+            first = host.loaded[0]
             place = Place(server.address(listening), str(flags.api_key), first.name, first.worker.engine.ctx_size)
             told, over = AGENTS[program](place, os.environ), threading.Event()
             serving = threading.Thread(target=server.run, args=(app, listening, over.is_set))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from kvcli.runtime.hub.inventory import Entry
     from kvcli.serve.app import Guard
-    from kvcli.serve.host import Known, Served
+    from kvcli.serve.host import Host, Known, Served
 
 _option = functools.partial(typer.Option, rich_help_panel=SERVER)
 
@@ -252,8 +252,8 @@ def serve(
     load = replace(load, chat=template.options(None, thought.reasoning_budget))
     with Interrupts() as interrupts:
         opener = Opener(load, cache_options, kept, flags, invocation, interrupts)
-        with opened(opener, sampling) as (app, listening, first):
-            _run(app, listening, first.name, flags, invocation, interrupts.cancelled)
+        with opened(opener, sampling) as (app, listening, host):
+            _run(app, listening, host.loaded[0].name, flags, invocation, interrupts.cancelled)
     say("stopped")
 
 
@@ -295,8 +295,8 @@ def _relay(
 
 
 @contextmanager
-def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette, socket.socket, Served]]:
-    """What answers, where it listens, and the first model, which is loaded; inside, no signal ends the process."""
+def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette, socket.socket, Host]]:
+    """What answers, where it listens, and the models, the first one loaded; inside, no signal ends the process."""
     from kvcli.runtime.text import grammar
     from kvcli.runtime.text.schemacompiler import Compiler
     from kvcli.serve import server
@@ -310,7 +310,7 @@ def opened(opener: Opener, sampling: SampleOptions) -> Iterator[tuple[Starlette,
         host = Host(opener.open(model, tuple(flags.alias)), opener.later, _known, flags.models_max)
         opener.interrupts.stage = FINISH
         try:
-            yield application(Serving(host, sampling), flags.guard), listening, host.loaded[0]
+            yield application(Serving(host, sampling), flags.guard), listening, host
         finally:
             host.stop(0.0)
             opener.interrupts.stage = LEAVE

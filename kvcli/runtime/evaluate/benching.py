@@ -7,7 +7,6 @@ the cache already, prefilled once and gone back to between repetitions.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 import time
@@ -204,12 +203,3 @@ class Meter:
         if engine.device.kind == CPU:
             return peak_bytes()
         return peak_on_card(engine.device.index, self._free[engine.device.index])
-
-
-def release() -> None:
-    """Give the memory of engines that are gone back to the system."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()

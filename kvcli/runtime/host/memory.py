@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcli import startup
 from kvcli.errors import UsageError
 
 CPU, CUDA = "cpu", "cuda"
@@ -203,3 +205,11 @@ def peak_on_card(index: int, free_before: int) -> int:
 
     given_back = torch.cuda.max_memory_reserved(index) - torch.cuda.memory_reserved(index)
     return max(0, free_before - gpus()[index].free) + given_back
+
+
+def release() -> None:
+    """Give the memory of models that are gone back to the system."""
+    startup.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import DoesNotFit
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions
+from kvcli.runtime.host.memory import release
 from kvcli.words import human_bytes
 
 if TYPE_CHECKING:
@@ -100,8 +101,6 @@ class Series:
     ) -> tuple[list[Measured], list[str]]:
         """What came of each pair, and why pairs are missing. Types are measured even where the weights speak against
         them. `begin` is called before an engine is opened. Raises DoesNotFit where nothing fits."""
-        from kvcli.runtime.evaluate import benching
-
         found: list[Measured] = []
         failures: list[str] = []
         engine: Engine | None = None
@@ -118,7 +117,7 @@ class Series:
                 render.warn(f"{type_name(pair)} is left out: {error.message}", self.invocation)
                 failures.append(as_flags(error.message))  # not the error, whose frames would keep the engine
             engine = None
-            benching.release()
+            release()
         return found, failures
 
 

@@ -17,6 +17,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import LoadOptions
+from kvcli.runtime.host.memory import release
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
@@ -54,8 +55,6 @@ def measure(
 ) -> tuple[list[Rate], list[dict[str, Any]], list[str]]:
     """Every setting, one after the other: what came, the settings as JSON has them, and why some rates are missing.
     Raises DoesNotFit where nothing fits."""
-    from kvcli.runtime.evaluate import benching
-
     what.check()
     if own := next((each.name for each in settings if each.cache.ctx_size), None):
         raise UsageError(f"--with '{own}': contexts of {THROUGHPUT} are as long as --tokens says", "leave -c out")
@@ -85,7 +84,7 @@ def measure(
                 render.warn(f"{each.name}: {error.message}", invocation)
                 failures.append(as_flags(error.message))
         del engine
-        benching.release()
+        release()
     if not rates:
         raise DoesNotFit(failures[0], "measure fewer sequences, or shorter contexts")
     return rates, objects, failures
