@@ -219,6 +219,7 @@ def test_a_model_is_not_loaded_beside_one_that_still_ends() -> None:
 def test_a_model_that_is_let_go_of_takes_no_memory(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no garbage is sought among what was loaded."""
     monkeypatch.setattr(startup, "_alone", object())
+    monkeypatch.setattr(hostfile, "LET_GO_S", 60.0)
     with startup.uncollected():
         models = [served(open_engine())]
     gone = weakref.ref(models[0].worker.engine.loaded)
