@@ -24,6 +24,7 @@ from kvcli.runtime.engine.graph.stepgraph import StepGraph
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.plan import graphs
 
 LIMITS = {"f16": 1e-4, "int8": 2e-3}
 
@@ -114,7 +115,7 @@ def test_steps_are_those_of_the_reference(variant: str, types: str):
 )
 def test_graphs_of_the_decoder(variant: str, types: str, counts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Single tokens and several, across the ends of pages, of windows and of chunks."""
-    monkeypatch.setattr(stepgraph, "STEP_ROWS", (16, 32))
+    monkeypatch.setattr(graphs, "STEP_ROWS", (16, 32))
     for module in (stepgraph, nexttoken):
         monkeypatch.setattr(module, "SMALLEST_BUCKET", 64)
     with one_thread():

@@ -26,13 +26,14 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.plan import graphs
 
 VOCAB, PAGE, CONTEXT = 64, 16, 128
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stepgraph, "STEP_ROWS", (4, 16))
+    monkeypatch.setattr(graphs, "STEP_ROWS", (4, 16))
     monkeypatch.setattr(stepgraph, "SMALLEST_BUCKET", 32)
     with one_thread(), torch.inference_mode():
         yield
@@ -159,7 +160,7 @@ def test_what_is_compiled_ahead_is_what_steps_launch(types: str, monkeypatch: py
 @pytest.mark.parametrize("types", ["int8", pytest.param("f16", marks=MORE), pytest.param("int4", marks=MORE)])
 def test_a_step_of_fewer_rows_than_queries_are_computed_together(types: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may reach into a second block of queries all the same."""
-    monkeypatch.setattr(stepgraph, "STEP_ROWS", (8, 16))
+    monkeypatch.setattr(graphs, "STEP_ROWS", (8, 16))
     file = GGUFFile.open(tiny.make_even("llama", False, VOCAB))
     config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
     gpu, seqs, models = GpuBackend(torch.device(DEVICE)), [], []

@@ -25,6 +25,7 @@ from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.model.archs import from_gguf
 from kvcli.runtime.model.loading import load
 from kvcli.runtime.model.weights import Weights
+from kvcli.runtime.plan import graphs
 from kvcli.runtime.promptcache.caches import live_rows
 
 VOCAB, PAGE, BLOCK, CONTEXT = 64, 16, 16, 128
@@ -33,7 +34,7 @@ IDS = torch.randint(VOCAB, (100,), generator=torch.manual_seed(4)).tolist()
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stepgraph, "STEP_ROWS", (8, BLOCK, 2 * BLOCK))
+    monkeypatch.setattr(graphs, "STEP_ROWS", (8, BLOCK, 2 * BLOCK))
     monkeypatch.setattr(stepgraph, "SMALLEST_BUCKET", 32)
     monkeypatch.setattr(past, "LEAST_QUERIES", BLOCK)
     monkeypatch.setattr(past, "LEAST_ROWS", BLOCK)

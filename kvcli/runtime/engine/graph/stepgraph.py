@@ -25,7 +25,6 @@ from kvcli.runtime.engine.graph.pages import GraphPages
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.sealing import fixes_basis
 from kvcli.runtime.plan import graphs
-from kvcli.runtime.plan.footprint import STEP_ROWS
 
 SHORT_ROWS = 16  # whose kernels are wanted first
 ROWS_OF_OTHER_KINDS = 128  # with more the kernels are the same ones
@@ -164,7 +163,7 @@ class StepGraph:
             return False
         if part.watches or part.chooses or (part.states and part.states.inputs is not None):
             return False
-        return not (self.model.taps or len(part.ids) > STEP_ROWS[-1] or graphs.by_row(self.layout))
+        return not (self.model.taps or len(part.ids) > graphs.STEP_ROWS[-1] or graphs.by_row(self.layout))
 
     def _run(self, parts: tuple[Part, ...]) -> torch.Tensor | None:
         """None where lists are too long."""
@@ -186,7 +185,7 @@ class StepGraph:
     def dry_run(self, shortest: bool = False) -> None:
         """Launch the kernels of every kind of step, or of short ones, with no rows in any."""
         mixture = self.model.config.experts is not None  # whose kernels have tiles of any number of rows
-        most = SHORT_ROWS if shortest else STEP_ROWS[-1] if mixture else ROWS_OF_OTHER_KINDS
+        most = SHORT_ROWS if shortest else graphs.STEP_ROWS[-1] if mixture else ROWS_OF_OTHER_KINDS
         for count in self.sizes:
             if count <= max(most, self.sizes[0]):
                 for fixes in {False, any(group.sealed for group in self.layout.groups)}:
@@ -205,7 +204,7 @@ class StepGraph:
     def _room(self, rows: int) -> torch.Tensor:
         """For what steps give, which is taken from there before the next one."""
         if self._hidden is None or len(self._hidden) < rows:
-            size = max(rows, STEP_ROWS[-1]), self.model.config.d_model
+            size = max(rows, graphs.STEP_ROWS[-1]), self.model.config.d_model
             self._hidden = torch.zeros(size, device=self.model.ops.device)
         return self._hidden[:rows]
 
