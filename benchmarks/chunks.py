@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from kvcli.options import CacheOptions, LoadOptions
+from kvcli.runtime.cache.pagerows import copies
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import chunks
 from kvcli.runtime.engine.engine import Engine
@@ -73,7 +74,7 @@ def answer(engine: Engine, seq: Sequence, ids: list[int], given: list[int]) -> t
 def values(engine: Engine, seq: Sequence, layer: int, lo: int, hi: int) -> torch.Tensor:
     """Values of rows [lo, hi) of a layer: [n, kv_heads * dim]. Of a layer with a window as many as are there."""
     group, index = seq.pool.layout.slots[layer]
-    found = [v.flatten(1) for _, _, v in chunks._rows(seq.views()[group][index], lo, hi)]
+    found = [v.flatten(1) for _, _, v in copies(seq.views()[group][index], lo, hi)]
     return torch.cat(found)
 
 
