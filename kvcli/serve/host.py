@@ -57,9 +57,10 @@ def _end(leaving: list[Served]) -> None:
     gone = weakref.ref(leaving[0])
     leaving.pop().worker.stop(0.0)
     until = time.monotonic() + LET_GO_S
-    while gone() is not None and time.monotonic() < until:
-        time.sleep(0.01)
     release()
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.05)
+        release()
 
 
 class EngineReply(Reply):
