@@ -11,6 +11,7 @@ import pytest
 from calling import Caller
 from chatcases import ANSWERS, chat, fixture_kv, fixture_talk, typing  # noqa: F401
 
+from kvcli.options import EvictOptions
 from kvcli.runtime.promptcache import sessions
 
 
@@ -43,6 +44,24 @@ def test_a_saved_chat_is_opened_as_before(kv, monkeypatch):
     monkeypatch.setenv("KV_CTX_SIZE", "1k")
     assert opened("--resume", "ann") == (1024, "f16", "f16")
     assert opened("--resume", "ann", "-m", "other") == (1024, "auto", "auto")  # it may have no room for it
+
+
+def test_a_saved_chat_forgets_as_before(kv):
+    kv.engine.answers = ANSWERS * 3
+
+    def opened(*args: str, script: str = "a\n") -> tuple[EvictOptions, str]:
+        outcome = chat(kv, script, *args)
+        assert outcome.code == 0
+        return kv.opened[-1][1].evict, outcome.err
+
+    sink = EvictOptions("sink", 128, 8)
+    assert opened("--session", "ann", "-c", "4k", "--evict", "sink", "--window", "128", "--keep", "8")[0] == sink
+    evict, told = opened("--resume", "ann", "-v")
+    assert evict == sink and "with -c 4096 --evict sink --window 128 --keep 8" in told
+    assert opened("--resume", "ann", "--evict", "window")[0] == EvictOptions("window")
+    assert opened("--resume", "ann", script="/evict shift\nb\n")[0] == EvictOptions("window")
+    assert opened("--resume", "ann", script="/evict none\n")[0] == EvictOptions("shift")
+    assert opened("--resume", "ann")[0] == EvictOptions()
 
 
 def test_what_cannot_be_saved_is_said(kv, talk):

@@ -12,14 +12,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvcli import paths
 from kvcli.codecs import CODECS
 from kvcli.errors import OutputError, UsageError
+from kvcli.options import FORGET_NOTHING, EvictOptions
+from kvcli.runtime.cache import eviction
 from kvcli.runtime.formats.boundedjson import MAX_DOCUMENT_BYTES, load_object
 from kvcli.runtime.promptcache.attachments import Attachments
 
@@ -124,12 +126,14 @@ class Branches:
         """Nothing to let go of."""
 
 
-class Opened(NamedTuple):
-    """With which context and cache types a chat was opened, or went on; 0 and "auto" = by default."""
+@dataclass(frozen=True)
+class Opened:
+    """With which context, cache types and eviction a chat was opened, or went on; 0 and "auto" = by default."""
 
     ctx_size: int = 0
     type_k: str = "auto"
     type_v: str = "auto"
+    evict: EvictOptions = FORGET_NOTHING
 
     @property
     def types(self) -> str:
@@ -144,10 +148,14 @@ AS_DEFAULT = Opened()
 
 def _opened(value: Any) -> Opened:
     """Raises TypeError for nonsense."""
-    found = Opened(**value)
+    evict = EvictOptions(**value.get("evict", {}))
+    found = Opened(**{**value, "evict": evict})
     names = ("auto", *CODECS)
     if not isinstance(found.ctx_size, int) or found.ctx_size < 0 or not {found.type_k, found.type_v} <= {*names}:
         raise TypeError("opened")
+    kinds = isinstance(evict.window, int), isinstance(evict.keep, int | None), isinstance(evict.budget, str)
+    if evict.policy not in eviction.names() or not all(kinds):
+        raise TypeError("evict")
     return found
 
 
@@ -354,7 +362,7 @@ class Session(Branches):
         self.states[self.branch] = conversation.state()
         texts = (message["content"] for state in self.states.values() for message in state["messages"])
         return {"kv_session": VERSION, "name": self.name, "model": self.model, "lora": self.lora,
-                "scope": self.scope, "opened": self.opened._asdict(), "hashes": self.hashes,
+                "scope": self.scope, "opened": asdict(self.opened), "hashes": self.hashes,
                 "branch": self.branch, "branches": self.states,
                 "files": self.attachments.state(texts)}  # fmt: skip
 

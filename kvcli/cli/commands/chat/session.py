@@ -342,6 +342,7 @@ class ChatSession:
         finally:
             self._open_caches()
         self.evict, self._told = evict, False
+        self.branches.opened = replace(self.branches.opened, evict=evict)
         for notice in self.engine.terms.notices:
             if notice not in before:
                 say(as_flags(notice))

@@ -193,7 +193,7 @@ def _ctx(session: ChatSession, size: str) -> None:
     if size:
         wanted = parse_tokens(size, "/ctx")
         session.change(wanted, session.evict)
-        session.branches.opened = session.branches.opened._replace(ctx_size=wanted)
+        session.branches.opened = replace(session.branches.opened, ctx_size=wanted)
     facts = session.facts()
     limit, used = facts.limit, facts.tokens
     say(f"context: {used:,} of {limit:,} tokens ({100 * used / limit:.1f} %), {facts.room}")
