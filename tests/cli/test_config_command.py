@@ -150,6 +150,16 @@ def test_what_is_not_set_cannot_be_unset(config: Path, kv_here: KvHere) -> None:
     assert config.read_text() == "seed = 1\n"
 
 
+def test_what_is_no_setting_can_be_unset(config: Path, kv_here: KvHere) -> None:
+    config.write_text("bogus_key = 1\nrepetitions = 2\n[bench]\nfoo = 2\nrepetitions = 3\n")
+    assert "kv config unset bogus_key removes it" in kv_here("config", "show")[2]
+    for name in ("bogus_key", "repetitions", "bench.foo"):
+        assert kv_here("config", "unset", name) == (0, "", "")
+    assert config.read_text() == "[bench]\nrepetitions = 3\n"
+    for name in ("bogus_key", "bench.foo", "bench.repetitions.foo"):
+        assert f"{name} is not a setting" in kv_here("config", "unset", name)[2]
+
+
 def test_names_of_options_that_are_no_settings(config: Path, kv_here: KvHere) -> None:
     for name, meant in {"n": "predict", "num-ctx": "ctx-size", "bench.r": "bench.repetitions"}.items():
         assert (

@@ -105,7 +105,7 @@ def test_what_is_set_lower_down_and_says_the_same_counts_for_nothing(config: Pat
     ("text", "message", "hint"),
     [
         ("thread = 2", "thread in FILE is not a setting", "did you mean threads?"),
-        ("repetitions = 2", "repetitions in FILE is not a setting", "kv config show lists what can be set"),
+        ("repetitions = 2", "repetitions in FILE is not a setting", "kv config unset repetitions removes it"),
         ("prompt = 'x'", "prompt in FILE is not a setting", ""),
         ("[run]\ntmep = 1", "run.tmep in FILE is not a setting", "did you mean run.temp?"),
         ("[rnu]\ntemp = 1", "rnu in FILE is not a setting", "did you mean run?"),

@@ -189,23 +189,39 @@ def set_(
     option.process_value(
         ctx, value if option.is_flag or option.multiple else values[0]
     )  # raises for one of another type
-    _change(ctx.obj, table, option, value)
+    _change(ctx.obj, table, _names(option), value)
 
 
 def unset(ctx: typer.Context, name: Key) -> None:
     """Remove a value from the config file."""
-    table, option, _ = _option(ctx, name)
     file = _file()
     held = settings.parse(settings.read_text(file), file)
-    if _expected(held, table, option, None) == held:
+    try:
+        table, option, _ = _option(ctx, name)
+        names = _names(option)
+    except UsageError:
+        *table, last = _words(name)
+        names = [last]
+        if _expected(held, table, names, None) == held:
+            raise
+    if _expected(held, table, names, None) == held:
         render.announce(f"{name} is not set in {file}", ctx.obj)
     else:
-        _change(ctx.obj, table, option, None)
+        _change(ctx.obj, table, names, None)
+
+
+def _words(name: str) -> list[str]:
+    return name.removeprefix("--").replace("_", "-").split(".")
+
+
+def _names(option: Any) -> list[str]:
+    """What an option is called in the file, as kv writes it first."""
+    return [name for name, _ in settings.names(option)]
 
 
 def _option(ctx: typer.Context, name: str) -> tuple[list[str], Any, bool]:
     """The tables that a setting stands in, its option, and whether the name says no. Raises UsageError for none."""
-    *table, last = name.removeprefix("--").replace("_", "-").split(".")
+    *table, last = _words(name)
     tree = ctx.obj.tree()
     command = dict(walk(tree)).get(tuple(table))
     found = [] if command is None else settings.settable(command.params) if table else shared_options(tree).values()
@@ -233,15 +249,15 @@ def _value(option: Any, no: bool, text: str, name: str) -> Any:
     return text
 
 
-def _change(invocation: Invocation, table: list[str], option: Any, value: Any) -> None:
-    """Write the file with another value. Raises UsageError, OutputError; the file is then as it was."""
+def _change(invocation: Invocation, table: list[str], names: list[str], value: Any) -> None:
+    """Write the file with another value for the key of these names. Raises UsageError, OutputError; the file is then as it was."""
     file = _file()
     with _held(file.parent):
         old = new = settings.read_text(file)
-        for name, _ in settings.names(option):
+        for name in names:
             new = configfile.changed(new, [*table, name], None)
-        new = configfile.changed(new, [*table, settings.name(option)], value)
-        expected = _expected(settings.parse(old, file), table, option, value)
+        new = configfile.changed(new, [*table, names[0]], value)
+        expected = _expected(settings.parse(old, file), table, names, value)
         with suppress(UsageError):
             if settings.parse(new, file) == expected:
                 _write(file, new, invocation)
@@ -282,11 +298,12 @@ def _write(file: Path, text: str, invocation: Invocation) -> None:
     render.notice(f"{file} is written", invocation)
 
 
-def _expected(found: Mapping[str, Any], table: list[str], option: Any, value: Any) -> dict[str, Any]:
-    """What the file is to hold: what it held, with another value for one option."""
+def _expected(found: Mapping[str, Any], table: list[str], names: list[str], value: Any) -> dict[str, Any]:
+    """What the file is to hold: what it held, with another value for one key."""
     if table:
-        below = _expected(found.get(table[0], {}), table[1:], option, value)
+        if not isinstance(inner := found.get(table[0], {}), dict):  # a value beside the table
+            return dict(found)
+        below = _expected(inner, table[1:], names, value)
         return {**found, table[0]: below} if below or table[0] in found else dict(found)
-    names = {name for name, _ in settings.names(option)}
     kept = {key: each for key, each in found.items() if key.replace("_", "-") not in names or isinstance(each, dict)}
-    return kept if value is None else {**kept, settings.name(option): value}
+    return kept if value is None else {**kept, names[0]: value}
