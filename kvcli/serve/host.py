@@ -25,7 +25,7 @@ from kvcli.runtime.headers.facts import weight_type
 from kvcli.runtime.host.memory import release
 from kvcli.runtime.promptcache import fingerprint
 from kvcli.runtime.text import grammar
-from kvcli.serve.replies import PING_S, NoModel, Question, Reply
+from kvcli.serve.replies import PING_S, NoModel, Question, Reply, untagged
 from kvcli.serve.worker import Busy, Stopped, Work, Worker
 
 if TYPE_CHECKING:
@@ -182,9 +182,14 @@ class Host:
         self._texts = ThreadPoolExecutor(1, "kv-text")  # templates and tokenizers, beside the event loop
         self._slow_texts = ThreadPoolExecutor(2, "kv-slow-text")  # and those that others do not wait for
 
+    def _meant(self, name: str) -> str:
+        """The name without Ollama's `:latest`; that of the first model for its aliases."""
+        bare = untagged(name, self._names_of_first)
+        return self._first if bare in self._names_of_first else bare
+
     def find(self, name: str) -> Served | None:
         """The loaded model that a name means; "" is the first one."""
-        name = self._first if name in self._names_of_first else name
+        name = self._meant(name)
         return next((each for each in self.loaded if name in (each.name, *each.aliases)), None)
 
     async def served(self, name: str) -> Served:
@@ -196,7 +201,7 @@ class Host:
     def _check(self, name: str) -> str:
         """The name of a model that can be loaded. Raises NoModel for one that is not here."""
         known = [each.name for each in self.known()]
-        name = self._first if name in self._names_of_first else name
+        name = self._meant(name)
         if name not in (self._first, *known):
             there = ", ".join(dict.fromkeys([*(each.name for each in self.loaded), *known]))
             raise NoModel(f"there is no model {name[:200]!r} here", f"there are {there}")

@@ -119,10 +119,6 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return asked.shaped(grammar.ANY_JSON if self.format == "json" else self.format, "format")
 
     @property
-    def name(self) -> str:
-        return self.model.removesuffix(":latest")
-
-    @property
     def leaves(self) -> bool:
         """Whether the model is unloaded behind the answer. Raises UsageError."""
         return _leaves(self.keep_alive)
@@ -247,7 +243,7 @@ async def _answered(
         if asks is not None and asks > (most := reply.ctx_size):
             raise UsageError(f"`options.num_ctx` is {asks}, and the context {most}", "kv serve --ctx-size sets it")
         if leaves:
-            await serving.host.unload(call.name)
+            await serving.host.unload(call.model)
     except KVError:
         reply.close()
         raise
@@ -262,9 +258,9 @@ async def _answered(
 async def _loads(request: Request, serving: Serving[Answers], call: _Common, chat: bool) -> Response:
     """The answer to a call without a prompt, which loads a model, or unloads it. Raises KVError."""
     if call.leaves:
-        await serving.host.unload(call.name)
+        await serving.host.unload(call.model)
     else:
-        await wire.while_connected(request, serving.host.load(call.name))
+        await wire.while_connected(request, serving.host.load(call.model))
     why, model = "unload" if call.leaves else "load", call.model
     said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return wire.object_response({"model": model, "created_at": _time(None), **said, "done": True, "done_reason": why})
@@ -279,7 +275,7 @@ async def chat(request: Request, serving: Serving[Answers], body: bytes) -> Resp
     tools = calls.asked(call.tools, None, None)
     prompt = asked.chat(messages, call.thinking, tools)
     told, size = tools is not None, asked.chars(messages)
-    question = Question(call.name, prompt, options, grammar=call.shape, tools=told, chars=size)
+    question = Question(call.model, prompt, options, grammar=call.shape, tools=told, chars=size)
     return await _answered(request, serving, question, call, True)
 
 
@@ -290,7 +286,7 @@ async def generate(request: Request, serving: Serving[Answers], body: bytes) -> 
     asked.refuse({"context": call.context}, "cannot be used: send the whole prompt, its rows are found again")
     if not call.prompt:
         return await _loads(request, serving, call, False)
-    chats = await wire.while_connected(request, serving.host.load(call.name))
+    chats = await wire.while_connected(request, serving.host.load(call.model))
     if call.raw or not chats:
         why = "cannot be used with `raw`" if call.raw else "needs a chat template, which this model has not"
         asked.refuse({"system": call.system}, why)
@@ -298,7 +294,7 @@ async def generate(request: Request, serving: Serving[Answers], body: bytes) -> 
     else:
         system = [{"role": "system", "content": call.system}] if call.system else []
         prompt = asked.chat([*system, {"role": "user", "content": call.prompt}], call.thinking)
-    question = Question(call.name, prompt, options, grammar=call.shape, chars=len(call.prompt))
+    question = Question(call.model, prompt, options, grammar=call.shape, chars=len(call.prompt))
     return await _answered(request, serving, question, call, False)
 
 
@@ -347,7 +343,7 @@ async def ps(request: Request, serving: Engines, body: bytes) -> Response:
 
 async def show(request: Request, serving: Engines, body: bytes) -> Response:
     call = asked.decoded(body, _Show)
-    served = await wire.while_connected(request, serving.host.served((call.model or call.name).removesuffix(":latest")))
+    served = await wire.while_connected(request, serving.host.served(call.model or call.name))
     metadata = served.worker.engine.loaded.file.metadata
     info = {key: value for key, value in metadata.items() if isinstance(value, (str, int, float, bool))}
     template = served.text.template.source if served.text.template else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 LONG = 50_000  # characters of a prompt that take a while to tokenize
 PING_S = 10.0  # of silence, after which a stream says that it is alive
+
+
+def untagged(name: str, known: Collection[str]) -> str:
+    """A name without the `:latest` that Ollama's clients write behind it, unless it is known with it."""
+    return name if name in known else name.removesuffix(":latest")
 
 
 class NoModel(ModelError):

@@ -18,7 +18,7 @@ from kvcli.runtime.text.tools.schemas import meant
 from kvcli.serve import asked
 from kvcli.serve.asked import Json
 from kvcli.serve.failures import Refused
-from kvcli.serve.replies import PING_S, NoModel, Question, Reply
+from kvcli.serve.replies import PING_S, NoModel, Question, Reply, untagged
 from kvcli.serve.worker import Busy, Stopped
 
 Given = TypeVar("Given")
@@ -74,7 +74,7 @@ class Upstream:
     # --- what interfaces ask
 
     async def load(self, name: str) -> bool:
-        if name not in ("", self.name, *self.aliases):
+        if self.named(name) != self.name:
             raise NoModel(f"there is no model {name[:200]!r} here", f"there is {self.name}")
         return True  # whether it has a chat template nobody tells: one without refuses messages
 
@@ -83,7 +83,9 @@ class Upstream:
         raise Refused(501, "vLLM has one model, which stays until the server ends: keep_alive cannot be 0")
 
     def named(self, name: str) -> str:
-        return self.name if name in self.aliases else name
+        names = ("", self.name, *self.aliases)
+        bare = untagged(name, names)
+        return self.name if bare in names else bare
 
     def models(self) -> list[Json]:
         facts = {"title": self.name, "ctx_size": self.ctx_size, "arch": "", "file_bytes": 0, "digest": ""}

@@ -148,8 +148,11 @@ def test_what_a_response_cannot_include(server: Server) -> None:
 
 def test_models_and_names(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    assert client.models.retrieve("tiny").id == client.models.retrieve("tiny:latest").id == "tiny"
+    assert client.chat.completions.create(model="tiny:latest", messages=HELLO, max_tokens=1).model == "tiny"
     assert client.chat.completions.create(model="alias", messages=HELLO, max_tokens=1).model == "tiny"
+    with pytest.raises(openai.NotFoundError, match="no model 'other"):
+        client.models.retrieve("other:latest")
     with pytest.raises(openai.NotFoundError, match="no model 'other'"):
         client.chat.completions.create(model="other", messages=HELLO, max_tokens=1)
 

@@ -152,6 +152,12 @@ def test_a_program_that_hangs_is_gone(tmp_path: Path, monkeypatch: pytest.Monkey
         with_program(tmp_path, lambda target: http(b"", status=503) if target == "/health" else None, stream_of)
 
 
+def test_names() -> None:
+    there = Upstream("", "tiny", 64, 1, aliases=("a:latest",))
+    names = ("", "tiny", "tiny:latest", "a:latest", "a", "other", "other:latest")
+    assert [there.named(name) for name in names] == [*["tiny"] * 4, "a", "other", "other"]
+
+
 @pytest.mark.parametrize("models", [b"{}", b"[]", b'{"data": []}', b'{"data": [{"max_model_len": null}]}', b"x"])
 def test_models_that_have_no_context(tmp_path: Path, models: bytes) -> None:
     async def ask(socket: str) -> int:
