@@ -157,7 +157,8 @@ class Host:
             thisprocess.forked = thisprocess.Forked(key_of_words, self.loaded, None, None, write, 1)
             code = main.run_command(words)
             names = sorted(set(sys.modules) - before)
-            os.write(write, "\n".join([str(code), *names]).encode()[: 1 << 16])
+            with suppress(BrokenPipeError):  # `kv stop` has ended the process that would read it
+                os.write(write, "\n".join([str(code), *names]).encode()[: 1 << 16])
             os._exit(0)
         os.close(write)
         with open(read, "rb") as told:

@@ -371,3 +371,23 @@ def test_what_is_said_of_models_that_are_told_to_exit(kv_here: KvHere, monkeypat
     monkeypatch.setattr(keeping, "stop", lambda name: True)
     told = "kv: m0 (process 0) exits\nkv: m1 (process 1) will exit after its answer\n"
     assert kv_here("stop", "--all") == (0, "", told)
+
+
+def test_an_end_while_the_model_warms_up_is_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that finds out what is imported has nobody to tell it."""
+    from kvcli.cli import main
+
+    warming: Any = SimpleNamespace(
+        wanted=SimpleNamespace(path=tmp_path), loaded=SimpleNamespace(text=SimpleNamespace(template="x"))
+    )
+    monkeypatch.setattr(main, "prepared", {"run": None})
+    monkeypatch.setattr(main, "command_of", lambda name: None)
+    monkeypatch.setattr(main, "run_command", lambda words: 0)
+    monkeypatch.setattr(thisprocess, "forked", None)
+    if (pid := os.fork()) == 0:
+        monkeypatch.setattr(os, "fork", lambda: 0)
+        try:
+            host.Host.warm_up(warming)
+        except BaseException:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
