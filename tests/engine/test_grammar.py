@@ -163,6 +163,8 @@ def test_thinking_is_free_and_what_follows_is_not(engine: Engine) -> None:
         (grammar.lark, "start: \ud800", "cannot be followed"),
         (grammar.lark, "start: missing", "missing"),
         (grammar.lark, "", "cannot be followed"),
+        (grammar.lark, 'start: missing "::="', "missing"),
+        (grammar.lark, "# numbers\nroot ::= [0-9]+", "is in GBNF, llama.cpp's notation: kv takes Lark's"),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_place(make: Any, given: Any, told: str) -> None:

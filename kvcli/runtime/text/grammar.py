@@ -44,6 +44,7 @@ def compiled(kind: str, *given: Any) -> str:
 
 
 COMPILER: Callable[..., str] = compiled
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 """Does what `compiled` does; a server has one that ends what takes too long."""
 
 
@@ -104,6 +105,11 @@ def lark(text: str, called: str = "the grammar") -> str:
         problem = _problem(found)
     except ValueError as error:  # characters that are none
         problem = _one_line(str(error))
+    if problem and _GBNF.search(text):
+        raise UsageError(
+            f"{called} is in GBNF, llama.cpp's notation: kv takes Lark's",
+            "`start: a` in place of `root ::= a`, each /regex/ between slashes: [a-z]+ becomes /[a-z]+/",
+        )
     if problem:
         raise UsageError(f"{called} cannot be followed: {problem}")
     return found
