@@ -7,7 +7,11 @@ import json
 import stat
 
 import pytest
+import tiny
+from conftest import KvHere
 from runcases import fixture_kv  # noqa: F401
+
+from kvcli.errors import KVError
 
 
 def test_the_answer_alone_is_on_stdout_and_nothing_on_stderr(kv):
@@ -118,3 +122,17 @@ def test_output_file_is_refused_before_the_model_is_loaded(kv, tmp_path):
     for name in (tmp_path, tmp_path / "missing" / "file"):
         assert kv("run", "hello", "-o", str(name)).code == 74
     assert kv.opened == []
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_slow_path_is_said_without_a_terminal(
+    quiet: bool, kv_here: KvHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise KVError("the kernels are not there", "make them")
+
+    monkeypatch.setattr("kvcli.kernels.cpu.backend.library", missing)
+    how = ("--raw", "--no-stdin", "--no-cache", "-n", "1", *(["-q"] if quiet else []))
+    code, _, err = kv_here("run", "-m", str(tiny.make("llama").path), *how, "a")
+    said = "slow path (plain torch): the kernels are not there; make them"
+    assert (code, [line for line in err.splitlines() if said in line]) == (0, [] if quiet else [f"kv: {said}"])

@@ -250,7 +250,8 @@ def _value(option: Any, no: bool, text: str, name: str) -> Any:
 
 
 def _change(invocation: Invocation, table: list[str], names: list[str], value: Any) -> None:
-    """Write the file with another value for the key of these names. Raises UsageError, OutputError; the file is then as it was."""
+    """Write the file with another value for the key of these names. Raises UsageError, OutputError; the file is then
+    as it was."""
     file = _file()
     with _held(file.parent):
         old = new = settings.read_text(file)

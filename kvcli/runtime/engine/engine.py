@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def doubts(self) -> list[str]:
-        """Those notices that say that answers may be worse than was asked for."""
+        """Those notices that say that answers may be worse than was asked for, or come much later."""
         return [*self.loaded.doubts, *self.terms.doubts]
 
     @property

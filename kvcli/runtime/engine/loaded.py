@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class LoadedModel:
     """One file on one device. Any number of engines may run it; `terms` are those that it was loaded for.
 
-    `notices`: what the user should know; `doubts`: those of them that say that answers may be worse than was asked for.
-    What is noticed later is told to `tell`, too.
+    `notices`: what the user should know; `doubts`: those of them that say that answers may be worse than was asked for,
+    or come much later. What is noticed later is told to `tell`, too.
     """
 
     backend: str
@@ -187,7 +187,9 @@ class LoadedModel:
 
     def _on_cpu(self, load: LoadOptions) -> kernels.Backend:
         ops, notice = kernels.backend(load.backend, self.threads, exact=load.exact)
-        self._note(notice)
+        if notice:
+            self.doubts.append(notice)
+            self._note(notice)
         return ops
 
     def _on_gpu(self, load: LoadOptions) -> kernels.Backend:

@@ -18,8 +18,8 @@ from kvcli.runtime.promptcache.sessions import Opened
 
 def opened_with(options: CacheOptions) -> Opened:
     """What is saved of these options."""
-    types = (name if name == "auto" else canonical(name) for name in (options.type_k, options.type_v))
-    return Opened(options.ctx_size, *types, evict=options.evict)
+    type_k, type_v = (name if name == "auto" else canonical(name) for name in (options.type_k, options.type_v))
+    return Opened(options.ctx_size, type_k, type_v, options.evict)
 
 
 def as_saved(
