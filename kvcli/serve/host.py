@@ -69,13 +69,13 @@ class EngineReply(Reply):
     def __init__(self, served: Served, prompt: Prompt, options: list[SampleOptions]) -> None:
         """Raises what `Worker.submit` does."""
         super().__init__(served.name, served.worker.engine.ctx_size, len(prompt.ids), options)
-        loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event | KVError]]()
-        self.served = served
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event | KVError]]()
+        self.served, self._events = served, events
         self._left = len(options)
 
-        def deliver(number: int, event: Event | KVError) -> None:
+        def deliver(number: int, event: Event | KVError) -> None:  # knows no reply, which goes when nobody has it
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+                loop.call_soon_threadsafe(events.put_nowait, (number, event))
 
         self._work = Work(prompt, options, deliver)
         served.worker.submit(self._work)
