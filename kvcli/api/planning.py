@@ -362,7 +362,7 @@ def recommend(outcomes: Sequence[Outcome], named: bool, trained: int) -> Recomme
         if outcome.fits or outcome.max_context >= wanted:
             why = f"highest precision {'' if named else 'up to 16 bits '}that fits" if len(ladder) > 1 else "it fits"
             if wanted < outcome.plan.tokens:
-                why += f"; trained on {trained:,} tokens"
+                why += f" the {trained:,} tokens that the model is trained on"
             return Recommendation(outcome, wanted, why, True)
     best = max(ladder, key=lambda o: o.max_context, default=None)
     if best is None or best.max_context == 0:

@@ -138,6 +138,17 @@ def test_a_full_chat_goes_on_in_a_larger_context(kv, talk):
     assert kv.engine.ctx_size == 64
 
 
+def test_a_context_beyond_the_trained_one_is_told(kv, talk, tmp_path):
+    file = tmp_path / "long.txt"
+    for characters, told in (
+        (4000, "/ctx 4096 makes the context larger\n"),
+        (9000, "/ctx 16000 makes the context larger (trained: 4,096)\n"),
+    ):
+        kv.engine.ctx_size = 2000
+        file.write_text("y" * characters)
+        assert told in talk(f"/file {file}").err
+
+
 def test_a_context_without_room_for_any_message_is_refused(kv, talk):
     kv.engine.ctx_size = 200
     least = len(" user: assistant: ") + 1  # as the fake template writes a message of nothing

@@ -103,7 +103,10 @@ def test_what_fits_is_judged_by_what_the_model_is_trained_on(kv_here: KvHere) ->
     code, out, err = kv_here(*args)
     assert code == 0 and "needs RoPE scaling" in err and "to stay at f16" not in out
     assert "recommend  --cache-type-k f16 --cache-type-v f16 -c 131072\n" in out
-    assert "           highest precision up to 16 bits that fits; trained on 131,072 tokens\n" in out
+    assert (
+        "           highest precision up to 16 bits that fits the 131,072 tokens that the model is trained on\n" in out
+    )
+    assert "fits  into memory; 1,000,000 tokens are more than the 131,072 of training\n" in out
     assert kv_here(*args, "--print-args")[:2] == (0, _META + " --cache-type-k int8 --cache-type-v int8 -c 1000000\n")
 
 

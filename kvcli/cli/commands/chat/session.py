@@ -86,6 +86,11 @@ class ChatSession:
         except KVError:
             return 0
 
+    @property
+    def _trained(self) -> int:
+        """Tokens of context that the model is trained on; 0 = not known."""
+        return self.engine.config.context_length
+
     def _least(self) -> int:
         """How many tokens a message of nothing has; 0 for a template that does not say."""
         try:
@@ -123,7 +128,7 @@ class ChatSession:
         answered = False
         try:
             if self.engine.retention:
-                room.check_message(self.engine.ctx_size, self.conversation.alone(message))
+                room.check_message(self.engine.ctx_size, self.conversation.alone(message), self._trained)
             answered = self._answer(lambda: self.conversation.add_user(message))
         except SystemExit:
             if not self.options.script and self.conversation.turns == turns:
@@ -144,7 +149,7 @@ class ChatSession:
         if file.tokens > free:
             raise ContextOverflow(
                 f"{name} has {counted(file.tokens, 'token')}, the context of {limit:,} has room for {max(0, free):,}",
-                f"the conversation is as it was; {room.larger(limit, limit + file.tokens - free)}",
+                f"the conversation is as it was; {room.larger(limit, limit + file.tokens - free, self._trained)}",
             )
         self.files.append(file)
         return file
@@ -252,7 +257,7 @@ class ChatSession:
         limit = self.engine.ctx_size
         if n_tokens > limit and not self.engine.retention:
             if not self.conversation.turns:  # there is nothing to forget
-                room.check_message(limit, n_tokens)
+                room.check_message(limit, n_tokens, self._trained)
             raise ContextOverflow(
                 f"the conversation would have {n_tokens:,} tokens with this, {n_tokens - limit:,} more than the context"
                 f" of {limit:,}",
@@ -263,8 +268,8 @@ class ChatSession:
         """What may be done where the context is full of a conversation of `n_tokens`."""
         keep = "" if self.branches.saved_as else "/save NAME or "
         return (
-            f"{room.larger(self.engine.ctx_size, n_tokens)}, /evict sink goes on without the oldest text,"
-            " /undo takes the last turn back,"
+            f"{room.larger(self.engine.ctx_size, n_tokens, self._trained)}, /evict sink goes on without the oldest"
+            " text, /undo takes the last turn back,"
             f" {keep}/export FILE keeps the text, /clear starts again"
         )
 
@@ -330,9 +335,9 @@ class ChatSession:
         """Go on with another context (0 = as trained, or what fits) or another policy. Raises UsageError and
         DoesNotFit."""
         settled, before = evict, self.engine.doubts
-        limit, n_tokens = ctx_size or self.engine.config.context_length, len(self.conversation.tokens)
+        limit, n_tokens = ctx_size or self._trained, len(self.conversation.tokens)
         evicts = eviction.policy(evict.policy).retention is not None
-        room.check_size(limit, self._least(), n_tokens, self.engine.ctx_size, evicts)
+        room.check_size(limit, self._least(), n_tokens, self.engine.ctx_size, evicts, self._trained)
         if evict.keep == eviction.WHOLE_PROMPT:
             settled = replace(evict, keep=self.conversation.system_tokens())
         self.caches.close()  # what stayed in the pool stayed there under the old terms

@@ -212,6 +212,8 @@ def _table(report: Report, outcomes: Sequence[Outcome], units: str) -> list[str]
         lines.append("  ".join(cells))
     if outcomes[0].layout.token_bytes(context) < outcomes[0].layout.token_bytes():
         lines.append(f"{small}/token  of a further token, now that windows are full")
+    if 0 < (trained := report.model.config.context_length) < context:
+        lines.append(f"fits  into memory; {context:,} tokens are more than the {trained:,} of training")
     if any(o.memory_context > o.max_context for o in outcomes):
         lines.append("* as trained; memory alone would allow " + _beyond(outcomes))
     lines.append("≤ tok/s  " + _what_limits_speed(report))
