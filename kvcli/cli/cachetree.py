@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,16 @@ def parents(files: Sequence[Described]) -> dict[Path, Described]:
             if others:
                 found[file.path] = max(others, key=lambda each: (each[0], each[1].used_at))[1]
     return found
+
+
+def starting(file: Described, above: Mapping[Path, Described]) -> str:
+    """Where later prompts can go on from a file, see `Described.starting`, or "needs the first 448" where no file has
+    what comes before it. `above`: see `parents`, which do not tell that of rows behind which something was evicted."""
+    top = file
+    while top.path in above:
+        top = above[top.path]
+    start = top.contents.start if top.contents and top.identity.get("eviction", "none") == "none" else 0
+    return f"needs the first {start:,}" if start else file.starting
 
 
 def trees(files: Sequence[Described]) -> list[Node]:

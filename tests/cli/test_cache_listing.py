@@ -69,6 +69,20 @@ def test_a_list_fits_the_terminal(
         assert type_k in cut[entry["id"]] or columns < 80
 
 
+def test_what_goes_on_from_a_removed_file_says_what_it_needs(root: Path, kv_here: KvHere, tmp_path: Path) -> None:
+    document, question = sorted(
+        (e for e in listed(kv_here) if e["type_k"] == "f16" and e["source"] == "doc.txt"),
+        key=lambda e: e["first_token"],
+    )
+    told = f"needs the first {question['first_token']}"
+    assert question["goes_on_from"] == document["id"] and told not in kv_here("cache", "ls")[1]
+    assert kv_here("cache", "rm", document["id"], "-y")[0] == 0
+    (line,) = (line for line in kv_here("cache", "ls")[1].splitlines() if told in line)
+    assert line.startswith(question["id"]) and told in kv_here("cache", "show", question["id"])[1]
+    ask(engine_of("llama"), PROMPT[:100], replace(store_in(tmp_path), source="doc.txt", lead=3))
+    assert told not in kv_here("cache", "ls")[1] and told not in kv_here("cache", "show", question["id"])[1]
+
+
 def test_a_list_in_a_pipe_is_whole(root: Path, kv_here: KvHere) -> None:
     code, out, err = kv_here("cache", "ls")
     assert code == 0 and err == ""

@@ -41,11 +41,12 @@ def ls(
     """List the stored prompts, the last used first; "1,024-2,048" continues another one.
 
     "starts" says where later prompts can go on with other text: anywhere, or, where windows slide, behind some tokens.
+    One that "needs the first 1,024" is of use again when a prompt has computed these, which no file has.
     """
     ttl_s = parse_time(cache_ttl, "--cache-ttl")
     found = described(cache_dir, ctx.obj)
+    above = cachetree.parents(found)
     if json:
-        above = cachetree.parents(found)
         render.print_json(
             "cache ls",
             {
@@ -57,7 +58,7 @@ def ls(
         )
     elif found:
         listed = list(cachetree.rows(cachetree.trees(found))) if tree else [("", each) for each in found]
-        rows = [_row(lines, each, ttl_s) for lines, each in listed]
+        rows = [_row(lines, each, ttl_s, cachetree.starting(each, above)) for lines, each in listed]
         one_model = len({each.model_id for each in found}) == 1
         spare = ["expires", *(["model", "starts", "used"] if one_model else ["starts", "used", "model"])]
         right = {HEADERS.index(name) for name in ("tokens", "size", "used", "expires")}
@@ -68,13 +69,13 @@ def _entry(file: Described, ttl_s: float, above: dict[Path, Described]) -> dict[
     return file.as_json(ttl_s, above[file.path].path if file.path in above else None)
 
 
-def _row(lines: str, file: Described, ttl_s: float) -> list[str]:
+def _row(lines: str, file: Described, ttl_s: float, starting: str) -> list[str]:
     """`lines`: those of a tree that lead to the file."""
     left_s = min(ttl_s, max(0.0, file.used_at + ttl_s - time.time()))  # a clock may have been put back
     name = lines + cachefiles.id_of(file.path)
     cells = [name, file.title or "-", file.tokens, file.settings, human_bytes(file.size)]
     expires = "pinned" if file.pinned else f"in {human_time(left_s)}"
-    return [*cells, f"{human_time(time.time() - file.used_at)} ago", expires, file.starting, file.prompt]
+    return [*cells, f"{human_time(time.time() - file.used_at)} ago", expires, starting, file.prompt]
 
 
 def show(
@@ -118,20 +119,25 @@ def show(
         render.write_out(looking.drawn(model or _maker(found), ids, identity, ctx.obj))
     elif json:
         of_model, ttl_s = found.model_json(), parse_time(CACHE_TTL, "--cache-ttl")
-        above = cachetree.parents([cachefiles.describe(each) for each in cachefiles.stored(root)])
+        above = _parents(root)
         render.print_json("cache show", {**of_model, **_entry(found, ttl_s, above)})
     else:
-        lines = _lines(found, cachefiles.label(file, root))
+        starting = cachetree.starting(found, _parents(root)) if start else found.starting
+        lines = _lines(found, cachefiles.label(file, root), starting)
         render.write_out("".join(f"{line}\n" for line in lines))
 
 
-def _lines(file: Described, label: str) -> list[str]:
+def _parents(root: Path) -> dict[Path, Described]:
+    return cachetree.parents([cachefiles.describe(each) for each in cachefiles.stored(root)])
+
+
+def _lines(file: Described, label: str, starting: str) -> list[str]:
     """Names and values; the path whole, all else cut to the width of a terminal."""
     about, identity = file.about, file.identity
     rows: dict[str, Any] = {"id": label} if label != str(file.path) else {}
     rows |= {"path": file.path, "begins": about.get("begins", "-")}
     rows |= {"from": file.source} if file.source else {}
-    rows |= {"tokens": file.tokens, "starts": file.starting, "size": human_bytes(file.size), "cache": file.settings}
+    rows |= {"tokens": file.tokens, "starts": starting, "size": human_bytes(file.size), "cache": file.settings}
     count, each = file.checkpoints or (0, 0)
     rows |= {"states": f"{counted(count, 'checkpoint')} of {human_bytes(each)}"} if each else {}
     rows |= _worth(file)

@@ -40,7 +40,7 @@ def rm(
     cache_dir: CacheDir = None,
     json: JsonFlag = False,
 ) -> None:
-    """Remove stored prompts."""
+    """Remove stored prompts. What goes on from them stays: it is of use again when they are computed again."""
     root = store_folder(cache_dir)
     check_choice(names or [], all, "ids", "kv cache ls lists them")
     files = cachefiles.stored(root) if all else cachefiles.of_store(names or [], root, "removes")
