@@ -54,7 +54,7 @@ async def _aside(make: Callable[[], Made]) -> Made:
 
 def _end(leaving: list[Served]) -> None:
     """Stop the one model of this list, and give its memory back when whoever was answered has let go of it."""
-    gone = weakref.ref(leaving[0])
+    gone = weakref.ref(leaving[0].worker.engine.loaded)
     leaving.pop().worker.stop(0.0)
     until = time.monotonic() + LET_GO_S
     release()

@@ -189,7 +189,7 @@ def test_a_model_is_not_loaded_beside_one_that_still_ends() -> None:
         assert gate.wait(60)
         ended.set()
 
-    first = Served("tiny", cast(Worker, SimpleNamespace(stop=stop, retire=lambda: True)))
+    first = Served("tiny", Mock(stop=stop, retire=lambda: True))
 
     def load(name: str) -> Served:
         assert ended.is_set()
