@@ -110,7 +110,7 @@ def estimate(
     if mtp and draft:
         raise UsageError("`mtp` and `draft` cannot be used together", "leave one of them out")
     beside = planning.planned_draft(planned, draft, target.memory.kind, offline, cache) if draft else None
-    beside = planning.planned_next(planned, cache) if mtp else beside
+    beside = planning.planned_next(planned, target.memory.kind, cache) if mtp else beside
     context = ctx or planned.config.context_length
     if not context:
         raise UsageError(f"the context that {planned.name} was trained with is not known", "give `ctx`")

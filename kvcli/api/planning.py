@@ -219,10 +219,12 @@ def planned_draft(model: PlannedModel, name: str, kind: str, offline: bool, cach
     drafting.check_options(cache, False)
     if (head := _head(name, kind)) is not None:
         drafting.check_head(model.config, head.config)
+        drafting.check_device(head.config, {}, kind)
         return head
     with of_draft_model():
         found = planned_model(name, Given(), kind, offline)
     drafting.check_layers(found.config, kind)
+    drafting.check_device(found.config, {}, kind)
     check_vocabularies(model, found)
     return found
 
@@ -252,11 +254,11 @@ def _head(name: str, kind: str) -> PlannedModel | None:
             return PlannedModel(name, file.config, weights, params, "", "header", file.size, run_as=name, alone=False)
 
 
-def planned_next(model: PlannedModel, cache: CacheOptions) -> PlannedModel:
-    """The layer of `model` that predicts further tokens, as what guesses for it under these options. Raises ModelError
-    and UsageError where that cannot be."""
+def planned_next(model: PlannedModel, kind: str, cache: CacheOptions) -> PlannedModel:
+    """The layer of `model` that predicts further tokens, as what guesses for it under these options, on a device of
+    `kind`. Raises ModelError and UsageError where that cannot be."""
     drafting.check_options(cache, False, "mtp")
-    drafting.check_next(model.config)
+    drafting.check_next(model.config, {}, kind)
     if model.ahead is None:
         raise UsageError("the weights of the layer that predicts further tokens are not known", "leave --bpw out")
     named = f"layer {model.config.n_layers} of the file"

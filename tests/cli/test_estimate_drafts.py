@@ -12,6 +12,7 @@ from conftest import KvHere
 from estimatecases import fixture_own_folders, fixture_small, ok  # noqa: F401
 
 from kvcli.runtime.engine.spec import drafting
+from kvcli.runtime.plan import repacked
 
 
 def test_a_draft_model_is_counted(small: Path, kv_here: KvHere) -> None:
@@ -66,6 +67,13 @@ def test_pairs_that_are_refused_have_no_plan(kv_here: KvHere, monkeypatch: pytes
     ):
         found, _, err = kv_here("estimate", llama, "--draft-model", llama, *more)
         assert found == code and told in err
+    ahead, head = str(tiny.make("glm4moe-ahead").path), str(eagles.make("llama")[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(repacked, "MOST_HEAD_DIM", 4)
+        for asked in ((llama, "--draft-model", llama), (llama, "--draft-model", head), (ahead, "--spec", "mtp")):
+            assert kv_here("estimate", *asked, "--device", "cpu")[0] == 0
+            found, _, err = kv_here("estimate", *asked, "--vram", "8G")
+            assert found == 3 and "cannot be computed on a GPU: a head dim" in err
     monkeypatch.setattr(drafting, "differing", lambda mine, theirs: "token 3 is 'a', and 'b' in the model")
     found, _, err = kv_here("estimate", llama, "--draft-model", llama)
     assert found == 3 and "the draft model has another vocabulary: token 3 is 'a'" in err

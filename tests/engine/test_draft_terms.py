@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import eagles
 import pytest
 import tiny
 from draftcases import WORTH, always_guess, drafts, engine_of, kept
@@ -12,14 +13,19 @@ from engines import GREEDY, PROMPT
 
 from kvcli.errors import DoesNotFit, KVError, ModelError, UsageError
 from kvcli.options import AttendOptions, CacheOptions, EvictOptions, LoadOptions
+from kvcli.runtime.engine import loaded
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.spec import drafting
 from kvcli.runtime.engine.spec.draftmodel import DraftGuesses
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, Drafted, Pace
+from kvcli.runtime.headers.eagle import EagleHead
+from kvcli.runtime.host.device import Device
 from kvcli.runtime.host.memory import CPU, CUDA
+from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import WeightBytes
+from kvcli.runtime.plan.plan import engine_budget
 from kvcli.runtime.text.modeltext import ModelText
 
 
@@ -55,6 +61,26 @@ def test_states_of_a_draft_model_need_a_cpu() -> None:
         with pytest.raises(ModelError, match="the draft model has layers that keep a state, from which a GPU"):
             drafting.check_layers(opened(variant).config, CUDA)
     drafting.check_layers(opened("llama").config, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("variant", "draft", "mtp", "what"),
+    [
+        ("llama", "llama", False, "the draft model"),
+        ("llama", "a head", False, "the draft model"),
+        ("glm4moe-ahead", "", True, "the layer that predicts further tokens"),
+    ],
+)
+def test_what_a_gpu_cannot_compute_of_what_guesses_is_told_before_loading(
+    variant: str, draft: str, mtp: bool, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadedModel, "_choose", lambda self, load: Device(CUDA, 0, "a card"))  # the model itself fits
+    monkeypatch.setattr(loaded, "engine_budget", lambda *of_card: engine_budget(None))
+    monkeypatch.setattr(repacked, "MOST_HEAD_DIM", 4)
+    beside = EagleHead(eagles.make(variant)[0]) if draft == "a head" else opened(draft) if draft else None
+    with pytest.raises(ModelError, match=f"^{what} cannot be computed on a GPU: a head dim of") as caught:
+        LoadedModel(opened(variant), LoadOptions(variant, mtp=mtp), CacheOptions(64), draft=beside)
+    assert "device=cpu" in caught.value.hint and caught.value.exit_code == 3
 
 
 def test_a_model_with_another_vocabulary_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

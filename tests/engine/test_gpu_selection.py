@@ -82,8 +82,8 @@ def test_rows_that_stay_give_the_states_of_the_reference(arch: str, types: str):
     gpu = GpuBackend(torch.device(DEVICE))
     (_, _, theirs, expected), (model, layout, ours, found) = (selected(arch, types, "random", x) for x in (OPS, gpu))
     assert stays(theirs) == stays(ours) and ours.kept == STAY + 1
-    limit = 8e-3 if types == "f16" else 3e-2
-    assert float((found - expected).norm() / expected.norm()) < limit
+    limits = {"f16": 8e-3, "int8": 3e-2, "int4": 6e-2}  # codes of four bits that fall either way are far apart
+    assert float((found - expected).norm() / expected.norm()) < limits[types]
     twin, graph = ours.fork(), TokenGraph(model, layout, CONTEXT)
     logits = graph.run(ours, 9).cpu()
     plain = model.logits(model.hidden(Step((twin.reserve([9]),))))[0].cpu()

@@ -12,7 +12,7 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
-HEADS, KV_HEADS, DIM, WIDTH, KNOWN, BASE = 4, 2, 12, 64, 120, 1e4
+HEADS, KV_HEADS, DIM, WIDTH, KNOWN, BASE = 4, 2, 16, 64, 120, 1e4
 READS = (0, 1, 2)
 
 

@@ -139,10 +139,11 @@ class LoadedModel:
         if head is not None:
             drafting.check_options(cache, self.grain > 1)
             drafting.check_head(self.config, head.config)
+            drafting.check_device(head.config, repacked.matrix_types(head.tensors), kind)
             config, weights = head.config, weights_of_tensors(head.tensors, head.config, kind, (), interleaved)
         else:
             drafting.check_options(cache, self.grain > 1, "mtp")
-            drafting.check_next(self.config)
+            drafting.check_next(self.config, repacked.matrix_types(self.file.tensors), kind)
             config = self.config.predictor
             weights = next_weights(self.file.tensors, self.config, kind, interleaved)
         return Drafting(config, weights, KVLayout.of_options(config, cache), tokenizer=False)
@@ -177,7 +178,7 @@ class LoadedModel:
         """The device to compute on. Raises UsageError or DeviceError, ModelError for a GPU that cannot compute it."""
         device = choose(load.device if load.backend == AUTO else CPU)
         if device.kind != CPU:
-            reason = repacked.unfit(self.config, {n: t.type for n, t in self.file.tensors.items() if len(t.shape) > 1})
+            reason = repacked.unfit(self.config, repacked.matrix_types(self.file.tensors))
             if reason and load.device != AUTO:
                 raise ModelError(f"this model cannot be computed on a GPU: {reason}", "use `device=cpu`")
             if reason:

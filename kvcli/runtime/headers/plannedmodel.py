@@ -155,7 +155,7 @@ def _from_header(
         ahead = footprint.next_weights(header.tensors, config, kind) if config.ahead else None
     notices = tuple(header.notices)
     if kind != CPU and header.metadata:
-        reason = repacked.unfit(config, {n: t.type for n, t in header.tensors.items() if len(t.shape) > 1})
+        reason = repacked.unfit(config, repacked.matrix_types(header.tensors))
         notices += (f"this model cannot be computed on a GPU: {reason}",) if reason else ()
     return PlannedModel(
         label if label != ref.name else header.source,

@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Protocol
 
 from kvcli.blockformats import FORMS, INTERLEAVED, INTERLEAVED_ROWS
 from kvcli.runtime.config import ModelConfig
 
 MOST_HEAD_DIM = 512
 VECTOR_BYTES = 4  # norms and other vectors are kept as float32
+
+
+class _Tensor(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def matrix_types(tensors: Mapping[str, _Tensor]) -> dict[str, str]:
+    """The types of the matrices among these tensors, as `unfit` takes them."""
+    return {name: tensor.type for name, tensor in tensors.items() if len(tensor.shape) > 1}
 
 
 def unfit(config: ModelConfig, types: Mapping[str, str]) -> str:

@@ -124,7 +124,7 @@ def _report(
         beside = planned_draft(model, load.draft, target.memory.kind, invocation.offline, cache)
         query = replace(query, draft=beside)
     elif load.mtp:
-        query = replace(query, draft=planned_next(model, cache))
+        query = replace(query, draft=planned_next(model, target.memory.kind, cache))
     outcomes = compare(model, target, query)
     trained = model.config.context_length
     if trained and max(query.contexts) > trained:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import zip_longest
 
 from kvcli.errors import ModelError, UsageError
@@ -10,6 +11,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.host.memory import CPU
+from kvcli.runtime.plan import repacked
 from kvcli.runtime.plan.footprint import WeightBytes
 from kvcli.runtime.text.tokenizer import Tokenizer
 from kvcli.runtime.text.vocabulary import UNUSED
@@ -23,6 +25,7 @@ def check(tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, kind: str, i
     """Raises ModelError where `draft` cannot guess for a model of `tokenizer` on a device of `kind`, UsageError where
     nothing can be guessed with these options. `in_blocks`: rows are computed so, see `strict_repeat`."""
     check_layers(draft.config, kind)
+    check_device(draft.config, repacked.matrix_types(draft.file.tensors), kind)
     check_options(cache, in_blocks)
     check_vocabulary(tokenizer, draft.text.tokenizer)
 
@@ -47,13 +50,26 @@ def check_layers(draft: ModelConfig, kind: str) -> None:
         raise ModelError(what, OTHERS)
 
 
-def check_next(config: ModelConfig) -> None:
-    """Raises ModelError where no layer of the model's file guesses further tokens."""
+def check_device(draft: ModelConfig, types: Mapping[str, str], kind: str) -> None:
+    """Raises ModelError where a draft model, or a head, cannot be computed on a device of `kind`. `types`: of its
+    matrices, by tensor name."""
+    if kind != CPU and (reason := repacked.unfit(draft, types)):
+        raise ModelError(f"the draft model cannot be computed on a GPU: {reason}", f"use `device=cpu`, or {LEAVE}")
+
+
+def check_next(config: ModelConfig, types: Mapping[str, str], kind: str) -> None:
+    """Raises ModelError where no layer of the model's file guesses further tokens, or one that cannot be computed on a
+    device of `kind`. `types`: of the file's matrices, by name."""
     if not config.ahead:
         raise ModelError(
             "the file has no layer that predicts further tokens (nextn_predict_layers), so `mtp` is of no use",
             "guess without a model (`spec=suffix`), or name one with `draft`",
         )
+    behind = f"blk.{config.n_layers}."
+    own = {f"blk.0.{n.removeprefix(behind)}": type_ for n, type_ in types.items() if n.startswith(behind)}
+    if kind != CPU and (reason := repacked.unfit(config.predictor, own)):
+        what = f"the layer that predicts further tokens cannot be computed on a GPU: {reason}"
+        raise ModelError(what, "use `device=cpu`, or leave `mtp` out")
 
 
 def check_head(config: ModelConfig, head: ModelConfig) -> None:
