@@ -28,7 +28,7 @@ from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
-from kvcli.kernels.gpu.language import AFTER, INTERPRETED, SERIAL
+from kvcli.kernels.gpu.language import AFTER, BESIDE, INTERPRETED, SERIAL
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.pages import (
@@ -160,9 +160,10 @@ class GpuBackend:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
         out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
         done = 0
-        for w in weights:
+        for i, w in enumerate(weights):
             if by_few:
-                few.product(values, w, out[:, :, done : done + w.rows], self.pdl)
+                beside = BESIDE if self.pdl and i == 1 and not weights[0].change else self.pdl
+                few.product(values, w, out[:, :, done : done + w.rows], beside)
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first

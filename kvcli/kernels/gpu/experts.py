@@ -211,7 +211,7 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
             y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP, STAGES)
         else:
             y = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K, 128), K // 32, CODING,
-                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, STAGES)  # fmt: skip
+                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, 1, STAGES)  # fmt: skip
         if SCALED:
             y *= tl.load(X_SCALES + x_row, mask=there, other=0.0)[None, :]
         if BIASED:

@@ -175,16 +175,21 @@ def _supers(SUPERS, row, step, G: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
-             KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
-             N: tl.constexpr):  # fmt: skip
+def _scales(SCALES, row, first, COUNT: tl.constexpr, G: tl.constexpr, SPAN: tl.constexpr):
+    """Those of COUNT groups of rows `row` int64 [N] from group `first` on, [N, COUNT]."""
+    g = tl.arange(0, COUNT) + first
+    return _load(SCALES + (row[:, None] * (G // SPAN) + g[None, :] // SPAN), g, G)
+
+
+@triton.jit
+def _decoded(CODES, HIGH, TABLE, s, supers, row, step, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr,
+             KIND: tl.constexpr, OFFSET: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """Columns [128 step, 128 (step + 1)) of rows `row` int64 [N], dealt (see `_dealt`), in the order before that and
-    woven: float16 [N, 128]."""
+    woven: float16 [N, 128]. s [N, GROUPS] and `supers`: the scales of their groups, see `_scales` and `_supers`."""
     g, j = tl.arange(0, GROUPS) + step * GROUPS, tl.arange(0, 4 * GROUPS)
     of_words = j // 4 + step * GROUPS
     n = row[:, None]
-    s = _load(SCALES + (n * (G // SPAN) + g[None, :] // SPAN), g, G)
-    f0, m0, f1, m1 = factors(s, _supers(SUPERS, row, step, G, KIND), KIND, UNIT)
+    f0, m0, f1, m1 = factors(s, supers, KIND, UNIT)
     if KIND < D_M or KIND > QUARTERS:
         m0 = tl.zeros_like(f0)
         m1 = m0
@@ -227,6 +232,24 @@ def _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G: tl.constexpr, COD
 
 
 @triton.jit
+def _decoded_blocks(CODES, HIGH, SCALES, SUPERS, TABLE, row, turn, BLOCKS: tl.constexpr, G: tl.constexpr,
+                    CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
+                    SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """BLOCKS (1 or 2) times 128 columns, from block BLOCKS * `turn` on: as `_decoded`, float16 [N, 128 BLOCKS]. What
+    is read of scales for two blocks at once is read in longer pieces."""
+    step = turn * BLOCKS
+    s = _scales(SCALES, row, step * GROUPS, BLOCKS * GROUPS, G, SPAN)
+    supers = _supers(SUPERS, row, step, G, KIND)  # eight groups have one
+    if BLOCKS == 1:
+        return _decoded(CODES, HIGH, TABLE, s, supers, row, step, G, CODING, WORDS, KIND, OFFSET, UNIT, N)
+    else:
+        s0, s1 = tl.split(tl.permute(tl.reshape(s, (N, 2, GROUPS)), (0, 2, 1)))
+        w0 = _decoded(CODES, HIGH, TABLE, s0, supers, row, step, G, CODING, WORDS, KIND, OFFSET, UNIT, N)
+        w1 = _decoded(CODES, HIGH, TABLE, s1, supers, row, step + 1, G, CODING, WORDS, KIND, OFFSET, UNIT, N)
+        return tl.reshape(tl.permute(tl.join(w0, w1), (0, 2, 1)), (N, 256))
+
+
+@triton.jit
 def _dealt(row, N: tl.constexpr):
     """Rows [N] in the order in which they are loaded. Tensor cores want 16 rows side by side of a warp; loads give it 8
     of every 8 WARPS, and it keeps those that it loaded."""
@@ -236,17 +259,21 @@ def _dealt(row, N: tl.constexpr):
 @triton.jit
 def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
               CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
-              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
+              STAGES: tl.constexpr):  # fmt: skip
     """Rows `row` int64 [N] of a packed matrix, whole multiples of 64, times woven rows `x_row` int64 [T] of X float16,
-    where `there`, over blocks [first, last) of 128 columns, by WARPS warps -> float32 [N, T].
+    where `there`, over turns [first, last) of BLOCKS times 128 columns, by WARPS warps -> float32 [N, T]. Two blocks a
+    turn want whole pairs of blocks (G a multiple of 8).
 
     Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
-    x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, 128)[None, :]
+    COLUMNS: tl.constexpr = BLOCKS * 128
+    x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, COLUMNS)[None, :]
     acc = tl.zeros((N, T), tl.float32)
     row = _dealt(row, N)
-    for step in tl.range(first, last, num_stages=STAGES):
-        w = _decoded(CODES, HIGH, SCALES, SUPERS, TABLE, row, step, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N)
-        x = tl.load(x_at + step * 128, mask=there[:, None], other=0.0)
+    for turn in tl.range(first, last, num_stages=STAGES):
+        w = _decoded_blocks(CODES, HIGH, SCALES, SUPERS, TABLE, row, turn, BLOCKS, G, CODING, WORDS, KIND, OFFSET, SPAN,
+                            UNIT, N)  # fmt: skip
+        x = tl.load(x_at + turn * COLUMNS, mask=there[:, None], other=0.0)
         fence_copies(N)
         acc = finished(tl.dot(w, tl.trans(x), acc))
     return acc
