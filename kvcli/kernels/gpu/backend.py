@@ -28,7 +28,7 @@ from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
 from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
-from kvcli.kernels.gpu.language import AFTER, BESIDE, INTERPRETED, SERIAL
+from kvcli.kernels.gpu.language import AFTER, BESIDE, INTERPRETED, SERIAL, TRAILING
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
 from kvcli.kernels.gpu.pages import (
@@ -113,6 +113,11 @@ class GpuBackend:
         """For expanded weights; one for all, also for graphs, whose buffers never move. Made when all are placed."""
         return torch.empty(self._most, dtype=torch.float16, device=self.device)
 
+    @property
+    def _before_product(self) -> int:
+        """How kernels of a few programs are launched that a product comes behind; see `language.SERIAL`."""
+        return TRAILING if self.pdl else SERIAL
+
     def matmul(
         self,
         x: torch.Tensor | wide.HalfRows,
@@ -130,7 +135,7 @@ class GpuBackend:
         what is None."""
         rows, (post, norm) = self._half_rows(x), norms
         products, woven = self._products(rows, weights), self._weaves(len(add_to))
-        return wide.settle(products, rows.scales, add_to, post, factor, norm, eps, woven, self.pdl)
+        return wide.settle(products, rows.scales, add_to, post, factor, norm, eps, woven, self._before_product)
 
     def gated(
         self,
@@ -144,7 +149,7 @@ class GpuBackend:
         products, paired = self._products(rows, weights), weights[0].paired
         woven = self._weaves(products.shape[1])
         if bias is None:
-            return wide.gate(products, act, paired, woven, rows.scales, self.pdl)
+            return wide.gate(products, act, paired, woven, rows.scales, self._before_product)
         gates = wide.finish(products, rows.scales, None, self.pdl)
         gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if paired else bias
         return wide.gate(gates, act, paired, woven)
@@ -155,7 +160,7 @@ class GpuBackend:
         t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
         block = self.block if t > 1 else 0
         by_few = not block and all(few.can(w, t) for w in weights)
-        values = wide.weave(rows, cols, by_few, self.pdl).values
+        values = wide.weave(rows, cols, by_few, self._before_product).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
         out = torch.empty(few.parts(weights, t) if by_few else 1, len(values), total, device=self.device)
@@ -186,11 +191,11 @@ class GpuBackend:
             return x
         if x.dtype == torch.float16:
             return wide.HalfRows(x)
-        return wide.halve(x.contiguous(), self._weaves(len(x)), self.pdl)
+        return wide.halve(x.contiguous(), self._weaves(len(x)), self._before_product)
 
     def normed(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> wide.HalfRows:
         """`rms_norm`, as products read it."""
-        return wide.norm(x, weight, eps, self._weaves(len(x)), self.pdl)
+        return wide.norm(x, weight, eps, self._weaves(len(x)), self._before_product)
 
     def place_experts(self, weights: ExpertMatrices, paired: bool = False) -> experts.DeviceExperts:
         """As `place`, of matrices of experts."""

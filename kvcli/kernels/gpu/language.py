@@ -22,9 +22,10 @@ UNFENCED = tl.constexpr(not INTERPRETED and tuple(map(int, triton.__version__.sp
 
 # How a kernel stands to the one launched before it. AFTER: it starts early, and waits for it before it reads what that
 # one wrote; the next may stand ready from the first on. LEADING: so too, but the next starts when this one has waited.
-# That one may then run BESIDE it: it needs only what this one waits for, and waits at its end.
-SERIAL, AFTER, LEADING, BESIDE = 0, 1, 2, 3
-_SERIAL, _AFTER, _LEADING, _BESIDE = (tl.constexpr(x) for x in (SERIAL, AFTER, LEADING, BESIDE))
+# That one may then run BESIDE it: it needs only what this one waits for, and waits at its end. TRAILING: as AFTER, but
+# the next starts when this one is done: its programs find all multiprocessors free, and are dealt out evenly.
+SERIAL, AFTER, LEADING, BESIDE, TRAILING = 0, 1, 2, 3, 4
+_SERIAL, _AFTER, _LEADING, _BESIDE, _TRAILING = map(tl.constexpr, (SERIAL, AFTER, LEADING, BESIDE, TRAILING))
 
 
 @triton.jit
@@ -34,12 +35,14 @@ def wait_for_previous(PDL: tl.constexpr):
     The next one may be launched, and may well stand ready while several before it run: when one is done, so are all
     before it, since each waits for the one before.
     """
-    if PDL == _LEADING:
+    if PDL == _TRAILING:
         gdc_wait()
-    if PDL > _SERIAL:
+    elif PDL > _SERIAL:
+        if PDL == _LEADING:
+            gdc_wait()
         gdc_launch_dependents()
-    if PDL == _AFTER:
-        gdc_wait()
+        if PDL == _AFTER:
+            gdc_wait()
 
 
 @triton.jit
