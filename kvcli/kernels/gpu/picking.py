@@ -17,7 +17,7 @@ import triton.language as tl
 
 from kvcli.kernels.attend import AttentionLayer
 from kvcli.kernels.gpu import rows
-from kvcli.kernels.gpu.choosing import NEVER, load_means, scores_of
+from kvcli.kernels.gpu.choosing import FORCED, NEVER, load_means, scores_of
 from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages
@@ -25,7 +25,8 @@ from kvcli.kernels.gpu.rows import Queries, hadamard, head_of, prepare_head, que
 from kvcli.kernels.gpu.tiles import bound, launch_options
 
 TILE, WARPS = 128, 4  # means that a program looks at
-DIGITS = 10  # of two bits, of a score
+DIGITS = 7  # of two bits, of a score
+BEST, FINEST = tl.constexpr((1 << 2 * DIGITS) - 2), tl.constexpr(256.0)  # the number of the best score; steps of one
 
 
 @triton.jit
@@ -46,19 +47,21 @@ def _counted(number, least, step, FIELD: tl.constexpr):
 def _pick(scores, table, chosen, end, count, entries, digits, N: tl.constexpr):
     """List the words of the `count` best entries below `end`, in the order of the table; of equal ones the first.
 
-    Scores become numbers of 20 bits, which lose less than the codes of means do. The least one that is read is found
-    two bits at a time: by how many entries have each next pair or a larger one.
+    Scores, to base 2, become numbers of 14 bits by how far they are from the best one: steps are finer than the codes
+    of means, and what is 64 below is nothing. The least one that is read is found two bits at a time: by how many
+    entries have each next pair or a larger one.
     """
     FIELD: tl.constexpr = 10 if N < 1024 else 20
     n = tl.arange(0, N)
     words = tl.load(table + n, mask=n < entries, other=0)
     s = tl.load(scores + n, mask=n < end, other=NEVER, cache_modifier=".cg")  # others wrote them meanwhile
-    bits = s.to(tl.int32, bitcast=True)
-    number = (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> 12) + (1 << 19)
-    number = tl.where(s > NEVER, number, -1)
+    forced = s >= FORCED
+    below = (s - tl.max(tl.where(forced, NEVER, s), 0)) * FINEST
+    number = tl.clamp(below, -1.0 * BEST, 0.0).to(tl.int32) + BEST
+    number = tl.where(forced, BEST + 1, tl.where(s > NEVER, number, -1))
     least = 0
     above = 0  # entries with larger numbers than any that `least` may yet become
-    step = 1 << 18
+    step = 1 << 2 * digits - 2
     # A loop that stays one: instructions that are not there yet, as at the next layer, take longer than running them.
     for _ in tl.range(bound(0), bound(digits), loop_unroll_factor=1):
         one, two, three = _counted(number, least, step, FIELD)
