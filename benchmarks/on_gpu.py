@@ -39,6 +39,7 @@ JOBS = {
     ],
     "prompts": [f"{BENCH} -ct {type} -p 512,2048,8192,32768 -n 0 -r 3" for type in ("f16", "int4")],
     "token": ["python benchmarks/gpu_token.py 8b.gguf --cases f16:0,f16:32k,int4:32k"],
+    "steps": ["python benchmarks/gpu_steps.py 8b.gguf"],
     "throughput": ["kv eval throughput -m 8b.gguf -ct int4 --tokens 4k --parallel 1,2,4,8,16,32,64 --trials 2"],
     "few": ["python benchmarks/gpu_few.py"],
     "pages": [
