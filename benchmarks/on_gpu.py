@@ -46,7 +46,11 @@ JOBS = {
         "python benchmarks/gpu_choosing.py 8b.gguf",
         *(f"{BENCH} -p 0 -n 64 -r 3 -d {sizes}" for sizes in ("32k --attend pages:128", "8k")),
     ],
-    "noting": ["python benchmarks/gpu_choosing.py 8b.gguf --noting"],
+    "noting": [
+        "python benchmarks/gpu_choosing.py 8b.gguf --noting",
+        "python benchmarks/gpu_mass.py",
+        *(f"{BENCH} -p 8192 -n 0 -r 3{more}" for more in ("", " --evict h2o --budget 100%")),
+    ],
     "latents": ["python benchmarks/latents.py"],
     "serve": [
         "python benchmarks/serve.py 8b.gguf --clients 1,16,64 --prompt 200 --tokens 128 --rounds 2 --settle 9 "

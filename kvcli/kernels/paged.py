@@ -16,7 +16,7 @@ from kvcli.kernels.reference.pointwise import rope_
 from kvcli.kernels.reference.rotation import rotate
 
 CENTRE_ROWS = 16  # rows that share one rotation of the mean
-MASS_UNIT = 1 << 24  # of `Watch.mass`: a probability of 1; whole numbers add up to the same in any order
+MASS_UNIT = 1 << 22  # of `Watch.mass`: a probability of 1; whole numbers add up to the same in any order
 CHOICE_BLOCK = 128  # queries that choose together what they read; blocks begin at multiples
 NEVER = np.iinfo(np.int64).max  # `Entries.until` of what no query stops seeing
 Angles = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, rope_dim / 2]

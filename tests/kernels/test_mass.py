@@ -96,8 +96,8 @@ def test_chunks_and_threads_change_no_mass(case: tuple):
 
 
 def test_many_heads_on_one_row_are_counted():
-    """More than numbers of 32 bits hold: 16 tokens, 16 heads, and all look at row 0."""
-    r, n = record(1, 24, 24), 16
+    """More than numbers of 32 bits hold: 64 tokens, 16 heads, and all look at row 0."""
+    r, n = record(1, 24, 24), 64
     k = torch.zeros(n, 1, 24)
     k[0] = 10
     for ops in (native(), backend("reference")):

@@ -102,7 +102,7 @@ typedef struct { /* rows [row, row + rows) of a step are those from position `st
 #define CODEC(bits, mantissa) ((bits) * 32 + (mantissa)) /* how elements are written; mantissa 0 = codes on a grid */
 #define CENTRE_ROWS 16 /* rows that share one rotation of the mean */
 #define MOST_SLOTS 256 /* of a page, with room for whole vectors */
-#define MASS_UNIT 16777216.0f /* a probability of 1 in `kv_part.mass`; see paged.py */
+#define MASS_UNIT 4194304.0f /* a probability of 1 in `kv_part.mass`; see paged.py */
 #define CHOICE_BLOCK 128 /* queries that choose together what they read; blocks begin at multiples */
 #define LOOK_ROWS 64  /* positions that attention looks at together; pages have a divisor or a multiple of it */
 #define SPAN_ROWS 256 /* it is accumulated in spans of this many, combined in order */

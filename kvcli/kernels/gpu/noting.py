@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.attention import Partials
-from kvcli.kernels.gpu.combine import LOG2_E
 from kvcli.kernels.gpu.language import SERIAL, wait_at_end, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
+from kvcli.kernels.gpu.mass import log_weights
 from kvcli.kernels.gpu.pages import DevicePages
 from kvcli.kernels.gpu.shares import NOTHING, WHOLE
 from kvcli.kernels.gpu.span import EDGE, edge_bound
@@ -43,21 +43,11 @@ def _note(
     mass = base.to(tl.pointer_type(tl.int64)) + (layer * tl.num_programs(0) + head) * pitch
     g = tl.arange(0, PAD)
     there = g < GROUP
-    p = tl.arange(0, MOST)
     r = tl.arange(0, SIZE)
-    cells = (head * GROUP + g)[:, None] * parts + p[None, :]
-    each = there[:, None] & (p < parts)[None, :]
     rows = scores + (head * GROUP + g)[:, None].to(tl.int64) * room
     wait_for_previous(PDL)
-    weights = tl.load(totals + cells, mask=each, other=0.0)
-    top = tl.where(weights > 0, tl.load(tops + cells, mask=each, other=-1.0e30), -1.0e30)
-    highest = tl.max(top, 1)
-    beside = tl.zeros((PAD,), tl.float32)
-    if SINKS:
-        sink = tl.load(sinks + head * GROUP + g, mask=there, other=-1.0e30) * LOG2_E
-        highest = tl.maximum(highest, sink)
-        beside = tl.exp2(sink - highest)
-    norm = highest + tl.log2(tl.sum(weights * tl.exp2(top - highest[:, None]), 1) + beside)
+    heads = head * GROUP + g
+    norm = log_weights(tops, totals, sinks, heads, heads * parts, parts, there, MOST, SINKS)
     for i in tl.range(bound(lo), bound(hi)):
         if kind == _WHOLE:
             place = tl.load(places + i)

@@ -91,8 +91,8 @@ def _stage(
     V_SCALES: tl.constexpr, OFF_K: tl.constexpr, OFF_V: tl.constexpr, FACTOR_K: tl.constexpr, FACTOR_V: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, TURN_K: tl.constexpr,
 ):  # fmt: skip
-    """One program: BN rows of a page, one head, its keys or its values. keys [rows, kv_heads, DIM_K], values
-    likewise."""
+    """One program: BN rows of a page, one head, its keys or, where the grid has a second half, its values.
+    keys [rows, kv_heads, DIM_K], values likewise."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -126,22 +126,27 @@ def _stage(
 def stage(pages: DevicePages, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Entries [lo, hi) of the table, in order: keys float16 [rows, kv_heads, dim_k], with the mean that sealed ones
     lack, and values."""
-    r, table = pages.record, pages.lists.table[lo:hi]
-    n, device = (hi - lo) * r.page_size, table.device
-    keys = torch.empty(n, r.kv_heads, r.dim_k, dtype=torch.float16, device=device)
-    values = torch.empty(n, r.kv_heads, r.dim_v, dtype=torch.float16, device=device)
+    r, n = pages.record, (hi - lo) * pages.record.page_size
+    values = torch.empty(n, r.kv_heads, r.dim_v, dtype=torch.float16, device=pages.lists.table.device)
+    return stage_keys(pages, pages.lists.table[lo:hi], values), values
+
+
+def stage_keys(pages: DevicePages, table: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+    """The keys that `stage` has, of the pages of these words, int64 [n]; also their values, where there is room."""
+    r, n = pages.record, len(table) * pages.record.page_size
+    keys = torch.empty(n, r.kv_heads, r.dim_k, dtype=torch.float16, device=table.device)
     centred = pages.centre is not None
     rows = CENTRE_ROWS if centred else min(64, r.page_size)
     some = table  # stands for what is not there
     present = (some if x is None else x for x in (pages.centre, pages.angles, pages.scale_k, pages.scale_v))
-    launch(_stage, (n // rows, r.kv_heads, 2))(
-        table, *present, keys, values, pages.offset, r.page_size, rows, r.dim_k, padded(r.dim_k), r.dim_v,
-        padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_k), tile_parts(r.codec_v),
-        r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales, left_centre(r.codec_k),
-        left_centre(r.codec_v), head_factor(r.codec_k), head_factor(r.codec_v), centred,
+    launch(_stage, (n // rows, r.kv_heads, 1 if values is None else 2))(
+        table, *present, keys, keys if values is None else values, pages.offset, r.page_size, rows, r.dim_k,
+        padded(r.dim_k), r.dim_v, padded(r.dim_v), r.codec_k.numbers, r.codec_v.numbers, tile_parts(r.codec_k),
+        tile_parts(r.codec_v), r.record_bytes, r.k_row_bytes, r.v_row_bytes, r.v_offset, r.k_scales, r.v_scales,
+        left_centre(r.codec_k), left_centre(r.codec_v), head_factor(r.codec_k), head_factor(r.codec_v), centred,
         0 if pages.angles is None else pages.angles.shape[1], block(r.dim_k) if pages.rotated[0] else 0, num_warps=2,
     )  # fmt: skip
-    return keys, values
+    return keys
 
 
 @triton.jit
