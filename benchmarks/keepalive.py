@@ -1,10 +1,12 @@
 """What --keep-alive is worth: `kv run -n 1` with and without a process that keeps the model, and many runs at a time.
 
-    python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4]
+    python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4] [--device cpu]
+    python benchmarks/keepalive.py MODEL --brief              # few runs, for a model that takes seconds to load
 
 Prints wall time (medians), time to the first token as the engine tells it, what a run takes beside that and beside the
-start of Python, the memory of the caller, whether all answers are those of a run without, and the memory of the process
-before and after. Needs Linux. Everything is in a folder of its own.
+start of Python, how long the process takes until it has the model, the memory of the caller, whether all answers are
+those of a run without, and the memory of the process before and after, on a GPU that of the card, too. Needs Linux.
+Everything is in a folder of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-c", "from kvcli.__main__ import main; main()"]
+MOST_S = 120  # until the process must have the model
 PROMPTS = ["Why is the sky blue?", "Name three rivers.", "What is 2+2?", "Say hello in French."]
 
 
 class Kv:
     """Runs `kv` with a folder for sockets that nobody else has."""
 
-    def __init__(self, model: str, folder: str) -> None:
-        self.model, self.environment = model, os.environ | {"XDG_RUNTIME_DIR": folder}
+    def __init__(self, model: str, device: str, folder: str) -> None:
+        self.model, self.environment = model, os.environ | {"XDG_RUNTIME_DIR": folder, "KV_DEVICE": device}
 
     def run(self, *args: str) -> bytes:
         words = [*COMMAND, *args]
@@ -48,9 +51,9 @@ class Kv:
         walls, firsts = [], []
         for _ in range(count):
             began = time.perf_counter()
-            self.ask(PROMPTS[0], 1, *args)
+            told = json.loads(self.ask(PROMPTS[0], 1, "--json", *args))
             walls.append(time.perf_counter() - began)
-            firsts.append(json.loads(self.ask(PROMPTS[0], 1, "--json", *args))["timings"]["ttft_s"])
+            firsts.append(told["timings"]["ttft_s"])
         return statistics.median(walls), statistics.median(firsts)
 
     def caller_bytes(self) -> int:
@@ -75,23 +78,34 @@ def started() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--runs", type=int)
     parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--brief", action="store_true")
     asked = parser.parse_args()
+    runs, repeat, prompts = (12, 3, 2) if asked.brief else (200, 9, len(PROMPTS))
     with tempfile.TemporaryDirectory() as folder:
-        measure(Kv(asked.model, folder), asked.runs, asked.at_once, asked.repeat)
+        kv = Kv(asked.model, asked.device, folder)
+        measure(kv, asked.runs or runs, asked.at_once, asked.repeat or repeat, PROMPTS[:prompts])
 
 
-def measure(kv: Kv, runs: int, at_once: int, repeat: int) -> None:
+def ready(kv: Kv) -> list[dict[str, Any]]:
+    return [each for each in kv.processes() if each["state"] == "ready"]
+
+
+def measure(kv: Kv, runs: int, at_once: int, repeat: int, prompts: list[str]) -> None:
     print(f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} CPUs")
     wall, first = kv.timed(repeat, "--keep-alive", "0")
     print(f"without: {wall:.3f} s, first token {1000 * first:.0f} ms")
-    alone = {prompt: kv.ask(prompt, 8, "--keep-alive", "0") for prompt in PROMPTS}
-    kv.ask(PROMPTS[0], 1, "--keep-alive", "1h")
-    while not kv.processes():
+    alone = {prompt: kv.ask(prompt, 8, "--keep-alive", "0") for prompt in prompts}
+    kv.ask(prompts[0], 1, "--keep-alive", "1h")
+    began = time.perf_counter()
+    while not ready(kv) and time.perf_counter() - began < MOST_S:
         time.sleep(0.1)
     try:
+        took = time.perf_counter() - began
+        print(f"there after {took:.1f} s" if ready(kv) else "it does not stay: see ~/.local/state/kv/keep-alive.log")
         wall, first = kv.timed(repeat)
         start = statistics.median(started() for _ in range(repeat))
         rest = 1000 * (wall - start - first)
@@ -100,13 +114,14 @@ def measure(kv: Kv, runs: int, at_once: int, repeat: int) -> None:
         print(f"caller:  {kv.caller_bytes() / (1 << 20):.0f} MiB")
         before, began = kv.processes()[0], time.perf_counter()
         with ThreadPoolExecutor(at_once) as pool:
-            prompts = [PROMPTS[i % len(PROMPTS)] for i in range(runs)]
-            same = sum(pool.map(lambda prompt: kv.ask(prompt, 8) == alone[prompt], prompts))
+            asked = [prompts[i % len(prompts)] for i in range(runs)]
+            same = sum(pool.map(lambda prompt: kv.ask(prompt, 8) == alone[prompt], asked))
         after, took = kv.processes()[0], time.perf_counter() - began
         print(f"{runs} runs of 8 tokens, {at_once} at a time: {took:.1f} s, {same} answers as without")
         print(f"answered by the process: {after['answered'] - before['answered']}")
         sizes = [f"{each['memory_bytes'] / (1 << 20):.1f}" for each in (before, after)]
         print(f"its memory: {sizes[0]} MiB before, {sizes[1]} MiB after")
+        print(f"on {after['device']}: {after['gpu_bytes'] / (1 << 20):.0f} MiB of a GPU")
     finally:
         kv.run("stop", "--all")
 

@@ -33,6 +33,10 @@ JOBS = {
         + " ".join(f"--deselect {name}" for name in SLOW_TESTS)
     ],
     "start": ["python benchmarks/start.py run -m 8b.gguf -n 1 --temp 0 hi"],
+    "keepalive": [
+        "python -m pytest -p no:cacheprovider -o addopts=-q -o timeout=0 -n 0 tests/keepalive/test_gpu_keepalive.py",
+        "python benchmarks/keepalive.py 8b.gguf --brief",
+    ],
     "followups": [f"{BENCH} -p 1,16,64 -n 0 -d 8192 -r 9"],
     "decode": [
         f"{BENCH} -ct {type} -p 0 -n 128 -d 0,256,2k,8k,32k,64k,120000 -r 3" for type in ("f16", "fp8", "int8", "int4")

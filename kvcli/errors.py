@@ -71,6 +71,10 @@ class DoesNotFit(KVError):
         self.missing = missing
 
 
+class NotTaken(KVError):
+    """The driver does not let this process have the weights that another one holds on a GPU; they can be loaded."""
+
+
 class ContextOverflow(KVError):
     """A prompt longer than the context (exit 5)."""
 

@@ -21,6 +21,8 @@ from kvcli.runtime.hub import recipes
 # The house from the roof down; a name covers what is below it, unless that is named itself. See docs/architecture.md.
 FLOORS = """
 kvcli.keepalive.host
+kvcli.keepalive.kept
+kvcli.keepalive.holder
 kvcli.keepalive.pressure
 kvcli.__main__
 kvcli.cli
@@ -53,7 +55,8 @@ KERNELS_MAY_IMPORT = ("kvcli.kernels", "kvcli.blockformats", "kvcli.codecs", "kv
 # Only these import torch when they are imported; all others must not, directly or through another module.
 TORCH = """
 kernels
-runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.keysasvalues runtime.model.latents
+runtime.model.altup runtime.model.decoder runtime.model.experts runtime.model.handover runtime.model.keysasvalues
+runtime.model.latents
 runtime.model.loading runtime.model.mixers
 runtime.model.predictors runtime.model.rope runtime.model.sealing runtime.model.summarizing runtime.model.weights
 runtime.cache.pagelist runtime.cache.pagerows runtime.cache.pool runtime.cache.selector runtime.cache.sequence

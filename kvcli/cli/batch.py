@@ -25,6 +25,7 @@ from kvcli.runtime.formats.boundedjson import load_object
 from kvcli.words import counted
 
 if TYPE_CHECKING:
+    from kvcli.cli.flags.keeping import KeepFlags
     from kvcli.runtime.engine.engine import Engine
     from kvcli.runtime.engine.request import Request
     from kvcli.runtime.promptcache.lookup import PromptCaches
@@ -40,7 +41,7 @@ class Batch:
     source: str
     target: str | None
     form: Form
-    keep_s: float | None = None  # how long the model stays behind it
+    staying: KeepFlags  # whether the model stays behind it
 
 
 class Answers:
@@ -178,7 +179,7 @@ def run(
     if answers.done < total:
         load = replace(load, chat_anyway=batch.form.raw is False)
         engine = engines.open_engine(load, cache, invocation, interrupts)
-        keeping.stay(engine.loaded, load, batch.keep_s, invocation)
+        keeping.stay(engine.loaded, load, batch.staying, invocation)
         with closing(engine.prompt_caches(kept, tell)) as caches:
             _answer(engine, caches, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
     if answers.failed:

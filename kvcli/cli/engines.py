@@ -13,7 +13,7 @@ from kvcli.cli.flags.cache import Types
 from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.codecs import alias_note
-from kvcli.errors import DoesNotFit
+from kvcli.errors import DoesNotFit, NotTaken
 from kvcli.options import CacheOptions, LoadOptions
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     """Load the model, downloading it first where it is a known name. ModelError, DownloadError, UsageError,
     DoesNotFit.
 
-    An interrupt unwinds while files are written and leaves at once while weights are read. Where main memory is short,
-    models that stay behind other commands and that nobody uses make room, unless that would not be enough.
+    An interrupt unwinds while files are written and leaves at once while weights are read. Where memory is short,
+    models that stay there behind other commands and that nobody uses make room, unless that would not be enough.
     """
     tell_aliases([(cache.type_k, cache.type_v)], invocation)
     interrupts.stage = UNWIND
@@ -43,10 +43,8 @@ def load_model(load: LoadOptions, cache: CacheOptions, invocation: Invocation, i
     interrupts.stage = LEAVE
     try:
         loaded = _loaded(path, draft, load, cache, invocation)
-        if loaded.terms.shortened and loaded.terms.budget.grows and keeping.make_room(1):
-            loaded = _loaded(path, draft, load, cache, invocation)
-    except DoesNotFit as error:
-        if not error.missing or not keeping.make_room(error.missing):
+    except (DoesNotFit, NotTaken) as error:
+        if not keeping.let_go(error, invocation):
             raise
         loaded = _loaded(path, draft, load, cache, invocation)
     _tell(loaded.notices, loaded.doubts, invocation)
@@ -66,7 +64,8 @@ def _loaded(
         from kvcli.runtime.engine.loaded import LoadedModel
 
         startup.release_code()
-        return LoadedModel(opened, load, cache, partial(render.warn, invocation=invocation), kept, guesses)
+        tell = partial(render.warn, invocation=invocation)
+        return LoadedModel(opened, load, cache, tell, kept, guesses, room=keeping.make_room)
 
 
 def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 0) -> Engine:

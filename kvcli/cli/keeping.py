@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcli.cli import render
 from kvcli.cli.invocation import Invocation
+from kvcli.errors import KVError, NotTaken
 from kvcli.keepalive import socketfolder, spawn, thisprocess, wire
 from kvcli.options import LoadOptions
 from kvcli.runtime.host.memory import CPU
@@ -22,9 +23,12 @@ from kvcli.runtime.host.processmemory import held_bytes
 if TYPE_CHECKING:
     import _socket
 
+    from kvcli.cli.flags.keeping import KeepFlags
+    from kvcli.runtime.engine.held import HeldModel
     from kvcli.runtime.engine.loaded import LoadedModel
 
 ASKED_TIMES = 3  # where a process is there and does not answer
+_WSL = Path("/dev/dxg")
 ANSWER_S = 5.0  # until a process that keeps a model has said what it is, or has left
 
 
@@ -61,22 +65,29 @@ def _go_away(forked: thisprocess.Forked) -> NoReturn:
     os._exit(0)
 
 
-def kept_model(path: Path, load: LoadOptions) -> LoadedModel | None:
-    """The model in that file as this process found it, loaded with these options; None where it has to be loaded."""
+def kept_model(path: Path, load: LoadOptions) -> LoadedModel | HeldModel | None:
+    """The model in that file as this process found it, with these options; None where it has to be loaded. A command
+    that nobody asked for (see `Host.warm_up`) takes it whatever its options are."""
     forked = thisprocess.forked
-    if forked is None or forked.kept is None or forked.key != spawn.key(load):
+    if forked is None or forked.kept is None or (forked.request is not None and forked.key != spawn.key(load)):
         return None
-    kept: LoadedModel = forked.kept
+    kept: LoadedModel | HeldModel = forked.kept
     return kept if os.path.samefile(path, kept.path) else None
 
 
-def stay(loaded: LoadedModel, load: LoadOptions, seconds: float | None, invocation: Invocation) -> None:
-    """Let the model stay for so long when this command has ended; None = nothing was asked."""
-    forked = thisprocess.forked
-    if not seconds:
-        return
+def stay(loaded: LoadedModel, load: LoadOptions, asked: KeepFlags, invocation: Invocation) -> None:
+    """Let the model stay as it is asked, when this command has ended."""
+    forked, seconds, least = thisprocess.forked, asked.seconds, asked.yield_vram or ""
+    there = forked is not None and forked.kept is not None
+    if least and (loaded.device.kind == CPU or not (seconds or there)):
+        where = "the model is on the CPU" if loaded.device.kind == CPU else "no model stays without --keep-alive"
+        render.notice(f"--yield-vram changes nothing: {where}", invocation)
     if forked is not None and forked.kept is not None:
-        forked.tell(f"keep {seconds:g}")
+        for word, value in (("keep", f"{seconds:g}" if seconds else ""), ("yield", least)):
+            if value:
+                forked.tell(f"{word} {value}")
+        return
+    if not seconds:
         return
     reason = _reason_against(loaded)
     if not reason:
@@ -89,13 +100,14 @@ def stay(loaded: LoadedModel, load: LoadOptions, seconds: float | None, invocati
         return
     model = os.path.abspath(load.model) if os.path.exists(load.model) else load.model
     lora = tuple(replace(each, path=os.path.abspath(each.path)) for each in load.lora)
-    there = replace(spawn.weights_of(load), model=model, lora=lora)
-    atexit.register(_start, spawn.Wanted(loaded.path.absolute(), there, spawn.key(load), seconds))
+    what = replace(spawn.weights_of(load), model=model, lora=lora)
+    path, device = loaded.path.absolute(), str(loaded.device)
+    atexit.register(_start, spawn.Wanted(path, what, spawn.key(load), seconds, device, least))
 
 
 def _reason_against(loaded: LoadedModel) -> str:
     if loaded.device.kind != CPU:
-        return "on a GPU it would have to be loaded again, for what is on a GPU cannot be shared with a new process"
+        return "under WSL processes cannot share memory of a GPU" if _WSL.exists() else ""
     return "" if loaded.backend == "native" else "this needs the compiled kernels"
 
 
@@ -167,13 +179,49 @@ def _end(name: str) -> dict[str, Any] | None:
     return about
 
 
-def make_room(missing: int) -> bool:
-    """Ask all that are idle to leave, where they hold so many bytes at least; whether there was one."""
+def make_room(missing: int, uuid: str = "") -> bool:
+    """Ask all that are idle to leave, where they hold so many bytes at least, of the GPU of that UUID or ("") of main
+    memory; whether there was one."""
     there = [
         (name, about) for name, about in processes() if about.get("state", socketfolder.READY) == socketfolder.READY
     ]
-    idle = [(name, about) for name, about in there if not about["commands"]]
-    if sum(about["memory_bytes"] for _, about in idle) < missing:
+    idle = [
+        (name, about) for name, about in there
+        if not about["commands"] and (not uuid or about.get("gpu_uuid") == uuid)
+    ]  # fmt: skip
+    if not idle or sum(about["gpu_bytes" if uuid else "memory_bytes"] for _, about in idle) < missing:
         return False
     stopped = [stop(name) for name, _ in idle]
     return any(stopped)
+
+
+def let_go(error: KVError, invocation: Invocation) -> bool:
+    """Whether this command can do without the process that holds its model on a GPU, which is in its way; then nothing
+    of it is used any more. What that holds is free where no other command has it."""
+    from kvcli.runtime.engine.held import HeldModel
+
+    forked = thisprocess.forked
+    if forked is None or not isinstance(forked.kept, HeldModel):
+        return False
+    if isinstance(error, NotTaken):
+        render.announce(f"{error.message}; the model is loaded once more", invocation)
+    elif not _end_holder(forked.kept.holder, f"{socketfolder.kind()}-{forked.key}{socketfolder.SOCKET}"):
+        return False
+    forked.kept = None
+    return True
+
+
+def _end_holder(pid: int, name: str) -> bool:
+    """End the process that holds the weights for the process of that socket, unless another command has them."""
+    asked = ask(name, wire.STATUS)
+    if asked is None or asked[0]["commands"] != 1:
+        return False
+    asked[1].close()
+    with suppress(ProcessLookupError):
+        process = os.pidfd_open(pid)
+        try:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            select.select([process], [], [], ANSWER_S)
+        finally:
+            os.close(process)
+    return True

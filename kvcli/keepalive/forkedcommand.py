@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import signal
 import sys
 import time
@@ -86,6 +87,15 @@ def become(
     thisprocess.started_with.clear()
     thisprocess.started_with.update(os.environ)
     return thisprocess.Forked("", None, request, conn, control, parent)
+
+
+def allow_descriptors() -> None:
+    """As many as requests have, above HIGH; where fewer are allowed, callers do their commands themselves."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = HIGH + 2 * wire.MOST_FDS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def moved(conn: _socket.socket, control: int) -> tuple[_socket.socket, int]:

@@ -6,31 +6,30 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import select
 import signal
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import kvcli
 from kvcli import environment, startup
-from kvcli.errors import KVError
-from kvcli.keepalive import inheritance, pressure, socketfolder, thisprocess, wire
+from kvcli.keepalive import inheritance, kept, pressure, socketfolder, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
-from kvcli.keepalive.forkedcommand import HIGH, Request, become, moved, open_streams
-from kvcli.keepalive.spawn import FOREVER, Wanted, key
-from kvcli.options import LoadOptions
+from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors, become, moved, open_streams
+from kvcli.keepalive.holder import Holder
+from kvcli.keepalive.spawn import FOREVER, Wanted
 from kvcli.runtime.host.processmemory import held_bytes
 
 if TYPE_CHECKING:
     import _socket
 
+    from kvcli.runtime.engine.held import HeldModel
     from kvcli.runtime.engine.loaded import LoadedModel
 
 LOOK_S = 2.0  # between looks at whether there is a reason to leave
@@ -46,14 +45,14 @@ def main() -> None:
     lock = socketfolder.only_one(wanted.key)
     if lock is None:
         return
-    _allow_descriptors()
+    allow_descriptors()
     environment.prepare()
     startup.take_process()
     door = Door(f"{socketfolder.kind()}-{wanted.key}{socketfolder.SOCKET}")
     about = partial(_about, wanted, os.getpid(), socketfolder.STARTING)
     os.pwrite(lock, json.dumps(about()).encode(), 0)  # for those whom it does not answer
     door.attend(about, lock)
-    host = Host(wanted, _load(wanted), lock, door)
+    host = Host(wanted, *kept.load(wanted, {lock, *door.numbers}), lock, door)
     host.warm_up()
     host.listen()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before, they end it
@@ -69,42 +68,16 @@ def _about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
         "path": str(wanted.path),
         "pid": pid,
         "state": state,
-        "device": "cpu",
+        "device": wanted.device,
         "memory_bytes": held_bytes(pid),
+        "gpu_bytes": 0,
+        "gpu_uuid": "",
         "commands": 0,
         "answered": 0,
         "keep_alive_s": None if wanted.keep_s == FOREVER else wanted.keep_s,
         "left_s": None,
         "version": kvcli.__version__,
     }
-
-
-def _allow_descriptors() -> None:
-    """As many as requests have, above HIGH; where fewer are allowed, callers do their commands themselves."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = HIGH + 2 * wire.MOST_FDS
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _load(wanted: Wanted) -> LoadedModel:
-    """With one thread: others would not be there in a forked process."""
-    from kvcli.options import CacheOptions
-
-    load = replace(wanted.load, threads=1, offline=True)
-    try:
-        with startup.uncollected():
-            from kvcli.runtime.engine.opened import Opened
-
-            opened = Opened(wanted.path, load)
-            from kvcli.runtime.engine.loaded import LoadedModel
-
-            loaded = LoadedModel(opened, load, CacheOptions())
-            loaded.finish()
-            return loaded
-    except KVError as error:
-        sys.exit(f"kv: {error.message}")
 
 
 @dataclass
@@ -126,23 +99,39 @@ class Running:
 class Host:
     """The model, and the commands that are done with it."""
 
-    def __init__(self, wanted: Wanted, loaded: LoadedModel, lock: int, door: Door) -> None:
-        self.wanted, self.loaded, self.lock, self.door = wanted, loaded, lock, door
+    def __init__(
+        self, wanted: Wanted, loaded: LoadedModel | HeldModel, holder: Holder | None, lock: int, door: Door
+    ) -> None:
+        self.wanted, self.loaded, self.holder, self.lock, self.door = wanted, loaded, holder, lock, door
         self.files = [*loaded.file.paths] + [Path(x.path) for x in wanted.load.lora]
         self.stamps: list[tuple[int, int, int]] = []
-        self.keep_s, self.used_at = wanted.keep_s, time.monotonic()
+        self.keep_s, self.yield_vram, self.used_at = wanted.keep_s, wanted.yield_vram, time.monotonic()
         self.running: dict[int, Running] = {}
         self.answered = 0
         self.parting: list[socket.socket] = []  # callers that wait for the end of this process
         self.listener: socket.socket | None = None
         self.streams = sys.stdout.encoding, sys.stdout.errors or "strict"
-        self.kept_open = _open() - {0, 1, 2, lock} - door.numbers
+        self.kept_open = _open() - {0, 1, 2, lock} - door.numbers - ({holder.process} if holder else set())
 
     # ---- before the first command
 
     def warm_up(self) -> None:
         """Do a command for nobody, to find out what it imports, and import that here."""
-        words = ["run", "-n", "1", "--no-cache", "--no-stdin", "--keep-alive", "0", "-m", str(self.wanted.path), "Hi"]
+        path, device = str(self.wanted.path), str(self.loaded.device)
+        words = [
+            "run",
+            "-n",
+            "1",
+            "--no-cache",
+            "--no-stdin",
+            "--keep-alive",
+            "0",
+            "--device",
+            device,
+            "-m",
+            path,
+            "Hi",
+        ]
         from kvcli.cli import main
 
         main.prepared.update({name: main.command_of(name) for name in ("run", "chat")})
@@ -153,8 +142,7 @@ class Host:
         if (pid := os.fork()) == 0:
             os.close(read)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            key_of_words = key(LoadOptions(str(self.wanted.path)))
-            thisprocess.forked = thisprocess.Forked(key_of_words, self.loaded, None, None, write, 1)
+            thisprocess.forked = thisprocess.Forked(self.wanted.key, self.loaded, None, None, write, 1)
             code = main.run_command(words)
             names = sorted(set(sys.modules) - before)
             with suppress(BrokenPipeError):  # `kv stop` has ended the process that would read it
@@ -189,6 +177,8 @@ class Host:
             for one in self.running.values():
                 waiting.register(one.process, select.POLLIN)
                 waiting.register(one.conn, select.POLLRDHUP)
+            if self.holder is not None:
+                waiting.register(self.holder.process, select.POLLIN)
             ready = {fd for fd, _ in waiting.poll(1000 * self._patience())}
             for one in list(self.running.values()):
                 if one.process in ready:
@@ -196,10 +186,14 @@ class Host:
                 elif one.conn.fileno() in ready:  # nobody waits for it any more
                     with suppress(ProcessLookupError):
                         os.killpg(one.pid, signal.SIGKILL)
+            if self.holder is not None and self.holder.process in ready:
+                self._mourn(self.holder)
             if self.listener is not None and self.listener.fileno() in ready:
                 self._accept()
             elif self.listener is not None and self._reason_to_leave():
                 self.leave()
+        if self.holder is not None:
+            self.holder.end()
         with suppress(FileNotFoundError):  # somebody has removed the folder
             os.unlink(f"{socketfolder.folder()}/{self.door.name.removesuffix(socketfolder.SOCKET)}{socketfolder.LOCK}")
 
@@ -218,7 +212,16 @@ class Host:
         left = self._left()
         if (left is not None and left <= 0) or self._changed() or not self.door.is_there:
             return True
-        return not self.running and pressure.is_high()
+        if self.running:
+            return False
+        return pressure.is_high() or (self.holder is not None and self.holder.is_pressed(self.yield_vram))
+
+    def _mourn(self, holder: Holder) -> None:
+        """The process that has the weights is gone: what has them may go on, and nothing is begun with them."""
+        print(f"kv: {self.wanted.load.model}: {holder} was ended: it is not kept", file=sys.stderr, flush=True)
+        holder.end()
+        self.holder = None
+        self.leave()
 
     def _changed(self) -> bool:
         """Whether the model's files are others, or those of kv itself are newer than what this process runs."""
@@ -329,6 +332,7 @@ class Host:
                 one.said[word] = rest
         if "keep" in one.said:
             self.keep_s = float(one.said["keep"])
+        self.yield_vram = one.said.get("yield", self.yield_vram)
         if "away" not in one.said:  # else somebody else does the command
             with suppress(OSError):
                 wire.send(one.conn, wire.ENDED, str(status).encode())
@@ -341,8 +345,9 @@ class Host:
         """What `kv ps` shows."""
         left = self._left()
         found = _about(self.wanted, os.getpid(), socketfolder.READY)
+        if self.holder is not None:
+            found |= self.holder.as_object(held_bytes(os.getpid()))
         return found | {
-            "device": str(self.loaded.device),
             "commands": len(self.running),
             "answered": self.answered,
             "keep_alive_s": None if self.keep_s == FOREVER else self.keep_s,

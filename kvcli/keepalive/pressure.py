@@ -6,9 +6,9 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from kvcli.runtime.host.memory import main_memory
+from kvcli.runtime.host.memory import Memory, main_memory, parse_size
 
-LEAST_SHARE = 0.05  # of memory that is to be free
+LEAST_SHARE = 0.05  # of memory, or of a GPU's, that is to be free
 MOST_STALLED = 10.0  # percent of the last ten seconds in which all programs waited for memory
 
 
@@ -21,3 +21,8 @@ def is_high(root: Path = Path("/")) -> bool:
         found = re.search(r"^full avg10=([\d.]+)", (root / "proc/pressure/memory").read_text(), re.MULTILINE)
         return found is not None and float(found[1]) > MOST_STALLED
     return False
+
+
+def is_short(card: Memory, least: str) -> bool:
+    """Whether less is free of a GPU's memory than `least`, a size or a share of it; "" = LEAST_SHARE."""
+    return card.free < (parse_size(least, "--yield-vram", card.total) if least else LEAST_SHARE * card.total)

@@ -54,12 +54,15 @@ def key(load: LoadOptions) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """`path` of the model that `load` means, whose `key` that is; `keep_s` from the end of a command on."""
+    """`path` of the model that `load` means, whose `key` that is; `keep_s` from the end of a command on. `device`: as
+    `Device` is written; `yield_vram`: what must be free of a GPU (see `pressure.is_short`)."""
 
     path: Path
     load: LoadOptions
     key: str
     keep_s: float
+    device: str
+    yield_vram: str = ""
 
 
 def start(wanted: Wanted) -> None:

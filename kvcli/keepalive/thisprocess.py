@@ -15,9 +15,9 @@ started_with: dict[str, str] = {}  # the environment before anything of ours was
 class Forked:
     """This process was forked for a command that another one, the caller, was started with.
 
-    `key`: of the model that is kept (see `places.key`). `kept`: its `LoadedModel`. `request`: what came from the
-    caller, to be handed on. `conn`: the socket to the caller. `control`: a pipe to the process that keeps the model.
-    `parent`: the process that started the caller.
+    `key`: of the model that is kept (see `places.key`). `kept`: its `LoadedModel`, or `HeldModel`. `request`:
+    what came from the caller, to be handed on; None = there is no caller. `conn`: the socket to the caller.
+    `control`: a pipe to the process that keeps the model. `parent`: the process that started the caller.
     """
 
     def __init__(self, key: str, kept: "Any", request: "Any", conn: "Any", control: int, parent: int) -> None:

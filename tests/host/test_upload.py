@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcli.runtime.host import upload
-from kvcli.runtime.host.upload import Driver, Failed, Upload
+from kvcli.runtime.host.cudadriver import Driver, Failed
+from kvcli.runtime.host.upload import Upload
 
 SIZE = 10_000
 

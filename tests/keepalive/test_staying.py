@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import tiny
 from conftest import KvHere
-from staying import Staying, is_alive, until
+from staying import Staying, children, is_alive, until
 
 pytestmark = pytest.mark.slow
 MODEL = tiny.path_of("gemma3")  # of which kv has a chat template
@@ -141,8 +141,7 @@ def _narrow(process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
 
 def _child_of(staying: Staying) -> int:
     """The process that does the command which is on."""
-    pid = staying.about["pid"]
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+    return children(staying.about["pid"])[0]
 
 
 def test_ctrl_c_ends_the_command_alone(warm: Staying) -> None:

@@ -70,6 +70,11 @@ class Staying:
             os.kill(found["pid"], signal.SIGKILL)
 
 
+def children(pid: int) -> list[int]:
+    """Processes that this one has forked and that are not over, the first one first."""
+    return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -32,10 +32,23 @@ def ps(ctx: typer.Context, json: JsonFlag = False) -> None:
         render.announce("no model is loaded", ctx.obj)
         return
     rows = [
-        [about["model"], str(about["pid"]), about["device"], human_bytes(about["memory_bytes"]), _left(about)]
+        [
+            about["model"],
+            str(about["pid"]),
+            about["device"],
+            human_bytes(about["memory_bytes"]),
+            _of_gpu(about),
+            _left(about),
+        ]
         for about in found
     ]
-    render.print_table(["model", "pid", "device", "memory", "exits"], rows, ctx.obj, right={1, 3})
+    render.print_table(["model", "pid", "device", "memory", "GPU memory", "exits"], rows, ctx.obj, right={1, 3, 4})
+
+
+def _of_gpu(about: dict[str, Any]) -> str:
+    """What a process holds of a GPU; one of an older version tells nothing of that."""
+    size = about.get("gpu_bytes", 0)
+    return human_bytes(size) if size else "-"
 
 
 def _left(about: dict[str, Any]) -> str:

@@ -324,7 +324,7 @@ def run(
                 system.text(render.telling(invocation)), prompt.raw, prompt.special, sampling, tuple(cache_mark or ())
             )
             asked = replace(cache_options, sequences=many.parallel or PARALLEL)
-            lines = Batch(many.batch, output.output, form, staying.seconds)
+            lines = Batch(many.batch, output.output, form, staying)
             code = batch.run(
                 lines, load, asked, replace(kept, memory=True), invocation, interrupts,
                 report.wants_stats(output.stats, invocation),
@@ -335,7 +335,7 @@ def run(
         interrupts.on_leave = partial(output.leave, invocation=invocation, copy=copy)
         question = prompt.question(instruction, system, invocation, chat=True)
         loaded = engines.load_model(prompt.loading(load), cache_options, invocation, interrupts)
-        keeping.stay(loaded, load, staying.seconds, invocation)
+        keeping.stay(loaded, load, staying, invocation)
         question = question.of(loaded.text, invocation)
         ids, cut = _fitting(loaded, question, policy, -1 if sampling.unattended else sampling.max_tokens)
         marks = question.marks(loaded.text, ids, cache_mark or [], CACHE_MARK)

@@ -10,6 +10,13 @@ import typer
 from kvcli.cli.flags.checks import checked
 from kvcli.cli.helptext import MODEL
 from kvcli.keepalive.spawn import parse_time
+from kvcli.runtime.host.memory import parse_size
+
+_ANY_CARD = 1 << 40  # bytes, for shares
+
+
+def _check_least(text: str) -> None:
+    parse_size(text, "--yield-vram", _ANY_CARD)
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,21 @@ class KeepFlags:
             ),
             show_default="as a running one was told; else 0",
             callback=checked(parse_time),
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+
+    yield_vram: Annotated[
+        str | None,
+        typer.Option(
+            "--yield-vram",
+            metavar="SIZE",
+            help=(
+                "With --keep-alive on a GPU: while nobody uses the model, unload it as soon as less than this is free"
+                " there: 4G, or a share such as 0.2."
+            ),
+            show_default="as a running one was told; else 0.05",
+            callback=checked(_check_least),
             rich_help_panel=MODEL,
         ),
     ] = None

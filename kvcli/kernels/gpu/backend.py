@@ -108,6 +108,15 @@ class GpuBackend:
 
     place_rows = place
 
+    @property
+    def placed(self) -> tuple[int, bool]:
+        """What this backend has to know of all that it placed; to be set where another process has placed it."""
+        return self._most, self._packed
+
+    @placed.setter
+    def placed(self, known: tuple[int, bool]) -> None:
+        self._most, self._packed = known
+
     @cached_property
     def _room(self) -> torch.Tensor:
         """For expanded weights; one for all, also for graphs, whose buffers never move. Made when all are placed."""

@@ -13,11 +13,12 @@ import torch
 
 from kvcli import kernels
 from kvcli.codecs import canonical
-from kvcli.errors import ModelError, UsageError, of_draft_model
+from kvcli.errors import DoesNotFit, ModelError, UsageError, of_draft_model
 from kvcli.options import CacheOptions, LoadOptions
 from kvcli.runtime.cache import eviction
 from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.engine import guard, samplesettings, strictrepeat
+from kvcli.runtime.engine.held import HeldModel
 from kvcli.runtime.engine.opened import Opened
 from kvcli.runtime.engine.spec import DRAFT, MTP, drafting
 from kvcli.runtime.engine.terms import Terms
@@ -25,7 +26,7 @@ from kvcli.runtime.formats import adapter
 from kvcli.runtime.formats.ggufheader import TensorInfo
 from kvcli.runtime.host.cores import physical_cores, too_many
 from kvcli.runtime.host.device import AUTO, Device, choose
-from kvcli.runtime.host.memory import CPU, CUDA, process_bytes
+from kvcli.runtime.host.memory import CPU, CUDA, gpus, process_bytes
 from kvcli.runtime.host.upload import Upload
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.model.loading import load as load_model
@@ -58,24 +59,26 @@ class LoadedModel:
         load: LoadOptions,
         cache: CacheOptions,
         tell: Callable[[str], None] = lambda text: None,
-        kept: LoadedModel | None = None,
+        kept: LoadedModel | HeldModel | None = None,
         draft: Opened | EagleHead | None = None,
         terms: Terms | None = None,
+        room: Callable[[int, str], bool] = lambda missing, uuid: False,
     ) -> None:
         """Check everything else that can be refused, then map the weights. `cache`: what engines are to be opened with.
-        `kept`: a model of the same file on a CPU, whose weights are taken where they would be the same; `draft`: one
-        that is to guess tokens beside it; `terms`: what comes of the options, where that is known.
+        `kept`: the same file, loaded or held, whose weights are taken where they would be the same; `draft`: a model
+        that is to guess tokens beside it; `terms`: what comes of the options, where that is known; `room`: has others
+        free so many bytes, of the GPU of that UUID or ("") of main memory, and says whether any did.
 
-        Raises ModelError, UsageError, and DoesNotFit before any weight is read.
+        Raises ModelError, UsageError, NotTaken of what is held, and DoesNotFit before any weight is read.
         """
         self.opened, self.file = opened, opened.file
         self.path, self.title, self.config = opened.path, opened.title, opened.config
         self.text, self.tokenizer = opened.text, opened.text.tokenizer
-        # Of the process, without the tokenizer, which is there already and planned like the rest; and of GPUs.
-        self.bytes_before, self.cards_before = process_bytes() - tokenizer_bytes(self.config), opened.cards
+        # Of the process, without the tokenizer, which is there already and planned like the rest.
+        self.bytes_before = process_bytes() - tokenizer_bytes(self.config)
         self.notices, opened.tell = opened.notices, self.notice
         self.doubts: list[str] = []
-        self._tell = tell
+        self._tell, self._room = tell, room
         with opened.sending():
             self._load(load, cache, kept, draft, terms)
             self.draft = self._drafting(draft, load, cache) if isinstance(draft, Opened) else None
@@ -83,13 +86,15 @@ class LoadedModel:
             self.load_s = time.perf_counter() - opened.began
 
     def _load(
-        self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | None, draft: Opened | EagleHead | None,
-        terms: Terms | None,
+        self, load: LoadOptions, cache: CacheOptions, kept: LoadedModel | HeldModel | None,
+        draft: Opened | EagleHead | None, terms: Terms | None,
     ) -> None:  # fmt: skip
         """From the adapters on."""
         self.adapters = adapter.open_all(load.lora, self.file)
         self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
         self.device = self._choose(load)
+        if isinstance(kept, HeldModel) and kept.device == str(self.device):
+            self.opened.cards = kept.beside(self.opened.cards)
         self.exact = load.exact and self.device.kind == CUDA
         self.grain = 1  # rows are computed in blocks of so many, so that none depends on another one
         if load.strict_repeat and self.device.kind == CUDA:
@@ -104,12 +109,38 @@ class LoadedModel:
             self._note(too_many(self.threads))
         ops = self._on_cpu(load) if self.device.kind == CPU else None
         interleaved = isinstance(ops, kernels.NativeBackend) and not ops.exact
-        self.terms = terms or self._settled(load, cache, interleaved, draft)
+        self.terms = terms or self._with_room(load, cache, interleaved, draft)
+        self.cards_before = self.opened.cards  # the memory of GPUs
         self.config = self.config.at(self.terms.ctx_size)
         self.sampling_defaults = samplesettings.model_defaults(self.file.metadata)
         self._note(samplesettings.not_obeyed(self.sampling_defaults))
         self._read_weights(ops or self._on_gpu(load), cache, self.opened.upload, kept)
         self.file.check()
+
+    def _with_room(
+        self, load: LoadOptions, cache: CacheOptions, interleaved: bool, draft: Opened | EagleHead | None
+    ) -> Terms:
+        """What the options come to, with what others free where memory is short. Raises as `_settled` does."""
+        try:
+            terms = self._settled(load, cache, interleaved, draft)
+            if not (terms.shortened and terms.budget.grows and self._make_room(1)):
+                return terms
+        except DoesNotFit as error:
+            if not error.missing or not self._make_room(error.missing):
+                raise
+        return self._settled(load, cache, interleaved, draft)
+
+    def _make_room(self, missing: int) -> bool:
+        """Whether others have freed memory of the device. What this process has of a GPU by now counts as free."""
+        if self.device.kind == CPU:
+            return self._room(missing, "")
+        index, before = self.device.index, gpus()
+        if not self._room(missing, before[index].uuid):
+            return False
+        freed = max(0, gpus()[index].free - before[index].free)
+        cards = self.opened.cards
+        self.opened.cards = [replace(x, free=x.free + freed * (i == index)) for i, x in enumerate(cards)]
+        return True
 
     def _settled(
         self, load: LoadOptions, cache: CacheOptions, interleaved: bool, draft: Opened | EagleHead | None
@@ -198,11 +229,13 @@ class LoadedModel:
         return kernels.backend(load.backend, self.threads, str(self.device), block=block)[0]
 
     def _read_weights(
-        self, ops: kernels.Backend, cache: CacheOptions, upload: Upload | None, kept: LoadedModel | None
+        self, ops: kernels.Backend, cache: CacheOptions, upload: Upload | None, kept: LoadedModel | HeldModel | None
     ) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         sent = None if upload is None or self.device.kind == CPU else partial(self._sent, upload)
-        same = kept if kept and kept.backend == ops.name and kept.config == self.config else None
+        held = kept if isinstance(kept, HeldModel) and kept.device == str(self.device) else None
+        loaded = kept if isinstance(kept, LoadedModel) and kept.backend == ops.name else None
+        same = loaded if loaded and loaded.config == self.config else None
         self.backend, self.weights = ops.name, same.weights if same else Weights(self.file, self.adapters, sent)
         if isinstance(ops, kernels.NativeBackend):
             ops.mapped = self.weights.mapped
@@ -210,7 +243,10 @@ class LoadedModel:
         if doubt:
             self.doubts.append(doubt)
             self._note(doubt)
-        self.decoder = same.decoder if same else load_model(self.config, self.weights, ops)
+        if held is not None:
+            self.decoder = held.decoder(self.config, self.weights, ops)
+        else:
+            self.decoder = same.decoder if same else load_model(self.config, self.weights, ops)
         if self.device.kind == CPU:
             self.weights.release()
         if self.device.kind == CUDA:
@@ -250,7 +286,7 @@ class LoadedModel:
             ops.finish()
 
     def _note(self, text: str) -> None:
-        if text:
+        if text and text not in self.notices:
             self.notices.append(text)
 
     @property

@@ -23,13 +23,15 @@ _SMI_S = 10  # seconds until nvidia-smi must have answered
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one device, in bytes, and where the numbers are from ("nvml", "MemAvailable", ...)."""
+    """The memory of one device, in bytes, and where the numbers are from ("nvml", "MemAvailable", ...). `uuid`: of a
+    GPU of this machine, whatever its number is."""
 
     kind: str  # CPU or CUDA
     name: str
     total: int
     free: int
     source: str
+    uuid: str = ""
 
 
 def parse_size(text: str, flag: str, whole: int | None = None) -> int:
@@ -167,7 +169,7 @@ def _by_nvml() -> list[tuple[str, Memory]] | None:
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             name, uuid = _text(pynvml.nvmlDeviceGetName(handle)), _text(pynvml.nvmlDeviceGetUUID(handle))
-            found.append((uuid, Memory(CUDA, name, int(memory.total), int(memory.free), "nvml")))
+            found.append((uuid, Memory(CUDA, name, int(memory.total), int(memory.free), "nvml", uuid)))
         return found
     except pynvml.NVMLError:
         return None
@@ -192,7 +194,7 @@ def _by_nvidia_smi() -> list[tuple[str, Memory]] | None:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_S, check=True)
         rows = [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines())]
         return [
-            (uuid, Memory(CUDA, name, int(total) << 20, int(free) << 20, "nvidia-smi"))
+            (uuid, Memory(CUDA, name, int(total) << 20, int(free) << 20, "nvidia-smi", uuid))
             for uuid, name, total, free in rows
         ]
     except (OSError, ValueError, subprocess.SubprocessError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import atexit
-import ctypes
 import os
 import sys
 import threading
@@ -17,69 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvcli.runtime.host.cudadriver import Driver, Failed, OnDevice
+
 CHUNK = 32 << 20  # bytes that a thread reads and sends at a time
 THREADS = 4  # as measured on an H200: they read 18 GB/s of what the system has in memory
 MARGIN = 4 << 30  # bytes that stay free beside twice the file: a model takes about as much as its file
 WAIT_S = 60.0  # for a chunk that is on its way
-
-
-class Failed(Exception):
-    """The driver refuses, or the file ends early."""
-
-
-class Driver:
-    """What of CUDA's driver is needed. Every call leaves Python to other threads."""
-
-    def __init__(self) -> None:
-        """Raises Failed where there is none."""
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise Failed(str(error)) from None
-        self._context = ctypes.c_void_p()
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._library, name)(*arguments):
-            raise Failed(name)
-
-    def open(self, index: int) -> None:
-        """Take part in the card's primary context, which is made for it and stays."""
-        device = ctypes.c_int()
-        self._call("cuInit", ctypes.c_uint(0))
-        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        self.enter()
-
-    def enter(self) -> None:
-        """Have this thread use that context."""
-        self._call("cuCtxSetCurrent", self._context)
-
-    def allocate(self, size: int) -> int:
-        """The address of so many bytes of the card."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        return address.value
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
-    def pin(self, size: int) -> memoryview:
-        """Memory of the host that the card reads by itself; it stays until the process ends or `unpin`."""
-        address = ctypes.c_void_p()
-        self._call("cuMemAllocHost_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        assert address.value is not None
-        return memoryview((ctypes.c_char * size).from_address(address.value)).cast("B")
-
-    def unpin(self, pinned: memoryview) -> None:
-        self._call("cuMemFreeHost", _address(pinned))
-
-    def send(self, to: int, pinned: memoryview, size: int) -> None:
-        """Copy the first `size` bytes to the card; it is done when this returns."""
-        self._call("cuMemcpyHtoD_v2", ctypes.c_uint64(to), _address(pinned), ctypes.c_size_t(size))
-
-
-def _address(pinned: memoryview) -> ctypes.c_void_p:
-    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(pinned)))
 
 
 def begin(path: Path, size: int, index: int, free: int) -> Upload | None:
@@ -114,7 +56,7 @@ class Upload:
             self._changed.wait_for(lambda: self._failed or all(self._there[wanted]), WAIT_S)
             if self._failed or not all(self._there[wanted]):
                 return None
-            return _OnDevice(self._base + first, size)
+            return OnDevice(self._base + first, size)
 
     def close(self) -> None:
         """Give the memory back. Nothing of it is in use any more, and the device has done what was asked of it."""
@@ -181,10 +123,3 @@ class Upload:
                 raise Failed("the file ends early")
             done += read
         return size
-
-
-class _OnDevice:
-    """Bytes on a card, as torch takes them without a copy."""
-
-    def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}

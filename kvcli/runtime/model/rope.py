@@ -123,3 +123,8 @@ class RopeTables:
 
     def table(self, rope: RopeConfig | None) -> RopeTable | None:
         return None if rope is None else self._tables[rope]
+
+    def named(self, config: ModelConfig) -> dict[tuple[int, int], RopeTable]:
+        """All tables of a model and those `first` of them, by the number of a layer that has one and dims, 0 = all."""
+        tables = {(i, 0): self._tables[x.rope] for i, x in enumerate(config.layers) if x.rope is not None}
+        return tables | {(i, dims): part for (i, _), x in tables.items() for dims, part in x._first.items()}

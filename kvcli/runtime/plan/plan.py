@@ -270,7 +270,7 @@ class Budget:
     """Bytes of a device that a process may use in all, in words what they are, and what to leave of them.
 
     `runtime_bytes`: what is measured of the interpreter and its libraries, or of a CUDA context; None = not measured.
-    `grows`: it would be more if other programs freed main memory.
+    `grows`: it would be more if other programs freed memory of that device.
     """
 
     bytes: int
@@ -356,9 +356,7 @@ def engine_budget(limit: str | None, kind: str = CPU, index: int = 0, cards: Seq
         size = memories.parse_size(limit, "`memory_limit`", memory.total)
         return Budget(size, "allowed by `memory_limit`", 0, measured, kind)
     label = "available" if kind == CPU else f"free on {memory.name}"
-    return Budget(
-        memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind, grows=kind == CPU
-    )
+    return Budget(memory.free + ours, f"{label} ({memory.source})", runtime_bytes=measured, kind=kind, grows=True)
 
 
 def _mib(size: int) -> str:

@@ -116,7 +116,7 @@ def chat(
         sink = TurnSink(out, invocation) if flags.json else TextSink(out, invocation)
         load = replace(load, chat_anyway=flags.no_raw, chat=template.options(False, thought.reasoning_budget))
         loaded = engines.load_model(load, cache_options, invocation, interrupts)
-        keeping.stay(loaded, load, staying.seconds, invocation)
+        keeping.stay(loaded, load, staying, invocation)
         if invocation.verbose:
             say(report.sampling_line(settle(loaded, sampling)))
         conversation = _conversation(loaded.text, loaded.config.arch, message, flags.no_raw, invocation)
