@@ -245,6 +245,7 @@ TABLE: dict[str, Row] = {
     **dict.fromkeys(("--backend", "--exact", "--strict-repeat"), _vllm(_ARITHMETIC)),
     "--force-pretokenizer": _vllm(Refused("it has a tokenizer of its own")),
     "--keep-alive": _vllm(Refused("`kv serve --engine vllm` keeps it for several commands")),
+    "--yield-vram": _vllm(Refused("nothing stays behind it")),
     "--models-max": _vllm(Refused("it has one model")),
     **dict.fromkeys(("--host", "--port", "--api-key", "--cors", "--alias", "--queue", "--max-body"), _vllm(_KV)),
     **dict.fromkeys((
