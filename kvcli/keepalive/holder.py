@@ -83,6 +83,13 @@ class Holder:
     def __str__(self) -> str:
         return f"the process {self.pid} that had the weights on {self.told.device}"
 
+    def prepare(self) -> None:
+        """Have done in its parent what each command would have to do before it uses the GPU."""
+        if self.told.gpu_uuid:
+            from kvcli.kernels.gpu.compiled import hash_all
+
+            hash_all()
+
     def is_pressed(self, least: str) -> bool:
         """Whether others need memory of the GPU that the model is on (see `pressure.is_short`)."""
         uuid = self.told.gpu_uuid
@@ -131,7 +138,7 @@ def _loaded(load: LoadOptions, opened: Opened) -> LoadedModel:
     from kvcli.runtime.engine.loaded import LoadedModel
 
     if load.device != CPU:
-        torch.cuda.memory._set_allocator_settings(_ALLOCATOR)
+        torch._C._accelerator_setAllocatorSettings(_ALLOCATOR)
     return LoadedModel(opened, load, CacheOptions())
 
 

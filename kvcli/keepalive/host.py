@@ -158,6 +158,8 @@ class Host:
             for name in names:
                 with suppress(Exception):  # it may be one that is made, not imported
                     __import__(name)
+            if self.holder is not None:
+                self.holder.prepare()
         self.stamps = self._stamps()
 
     def listen(self) -> None:

@@ -21,7 +21,7 @@ from staying import Staying, children, is_alive, until
 pytestmark = pytest.mark.slow
 MODEL = tiny.path_of("gemma3")
 RUN = ("run", "-m", str(MODEL), "--raw", "--no-cache", "-s", "7", "--device", "cpu")
-LONG = (*RUN, "--jsonl", "--ignore-eos", "-n", "60", "Pack my box")
+LONG = (*RUN, "--jsonl", "--ignore-eos", "-n", "40", "Pack my box")
 # What every process of `kv` begins with: models in plain torch are kept, and held. Who takes one is written down.
 ALTERED = """
 import os
@@ -100,7 +100,6 @@ def cold(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> Iterator[KvHere]:
 CALLS = {
     "text": (*RUN, "-n", "12", "the pages of the cache"),
     "other context": (*RUN, "-n", "5", "-c", "256", "-ct", "int8", "--evict", "sink", "hello"),
-    "sampled": (*RUN, "-n", "5", "--temp", "1.5", "hello"),
 }
 
 
@@ -112,6 +111,7 @@ def test_answers_are_the_same(name: str, holding: Holding, cold: KvHere) -> None
     assert [by for _, by in holding.taken[before:]] == [holding.holder]
 
 
+@pytest.mark.thorough
 def test_several_at_once(holding: Holding) -> None:
     prompts = ["the pages", "of the cache", "hello world"]
     alone = [holding.run(*RUN, "-n", "8", each)[1] for each in prompts]
@@ -195,6 +195,7 @@ def test_a_command_that_does_not_fit_ends_the_holder_and_is_what_it_is_without(h
     until(lambda: not is_alive(keeper) and not is_alive(holder))
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_held_does_not_stay(holding: Holding) -> None:
     broken = holding.folder / "broken.gguf"
     broken.write_bytes(MODEL.read_bytes())

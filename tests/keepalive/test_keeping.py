@@ -467,8 +467,9 @@ def test_an_end_while_the_model_warms_up_is_quiet(tmp_path: Path, monkeypatch: p
     from kvcli.cli import main
 
     warming: Any = SimpleNamespace(
-        wanted=SimpleNamespace(path=tmp_path),
+        wanted=SimpleNamespace(path=tmp_path, key=""),
         loaded=SimpleNamespace(text=SimpleNamespace(template="x"), device="cpu"),
+        holder=None,
     )
     monkeypatch.setattr(main, "prepared", {"run": None})
     monkeypatch.setattr(main, "command_of", lambda name: None)

@@ -74,3 +74,26 @@ def test_compiled_beside_this_process(tmp_path: Path, how: str) -> None:
     script = [sys.executable, str(tmp_path / "script.py"), how]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+HASHED = """
+import triton
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
+from kvcli.kernels.gpu import backend, compiled, wide
+
+kernels = [x for x in vars(wide).values() if isinstance(x, triton.JITFunction)]
+assert len(kernels) > 2 and not any(each.hash for each in kernels)
+compiled.hash_all()
+assert all(each.hash for each in kernels) and triton_key.cache_info().currsize == 1
+assert driver._active is None
+"""
+
+
+def test_hashes_are_there_before_a_card_is_asked_anything() -> None:
+    """What processes are forked from must not have used one."""
+    pytest.importorskip("triton")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(Path(kvcli.__file__).parent.parent)
+    done = subprocess.run([sys.executable, "-c", HASHED], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]

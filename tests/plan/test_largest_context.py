@@ -128,7 +128,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_budget_of_a_gpu(gpu: None) -> None:
     found = engine_budget(None, CUDA, 1)
-    assert found == Budget(4 << 30, "free on a card (nvml)", DEFAULT_MARGIN, None, CUDA)
+    assert found == Budget(4 << 30, "free on a card (nvml)", DEFAULT_MARGIN, None, CUDA, grows=True)
     overheads.store("a card", Overheads(runtime_bytes=500))
     assert engine_budget("6G", CUDA, 1) == Budget(6 << 30, "allowed by `memory_limit`", 0, 500, CUDA)
     assert engine_budget("0.5", CUDA, 1).bytes == 40 << 30

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import hashlib
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,16 @@ FOLDER = "kv"
 def begin() -> None:
     """Have a thread hash the compiler, which Triton does (and keeps) before it first loads a kernel: 0.4 s."""
     _thread.start_new_thread(triton_key, ())
+
+
+def hash_all() -> None:
+    """Hash the compiler and every kernel that was imported, for processes that are forked from this one: each is hashed
+    before it is first loaded. No card is asked anything."""
+    triton_key()
+    package = __name__.rpartition(".")[0]
+    modules = [module for name, module in sys.modules.items() if name.startswith(package)]
+    for kernel in {x for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}:
+        kernel.cache_key  # noqa: B018  # it keeps it
 
 
 def mark_of(device: torch.device, *facts: object) -> Path:
