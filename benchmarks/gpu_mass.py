@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections import defaultdict
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -32,6 +33,7 @@ from kvcli.kernels.gpu.rows import prepare
 from kvcli.runtime.cache.pool import PagePool
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.config import RopeConfig
+from kvcli.runtime.model.sealing import seal_step
 
 HEADS, KV_HEADS, DIM, LAYERS = 32, 8, 128, 32
 STEP, RUNS, LIMIT = 4096, 5, 5e-3
@@ -87,8 +89,9 @@ class Prompt:
 
     def __init__(self, kind: str, tokens: int, tile: Tile | None) -> None:
         self.ops = GpuBackend(torch.device("cuda"))
-        self.layer = AttentionLayer(HEADS, DIM**-0.5, HalfCentres(RopeConfig(10000.0, DIM)))
-        self.sequence = Sequence(PagePool(layer((kind, kind), (DIM, DIM), KV_HEADS), device="cuda"))
+        rope = HalfCentres(RopeConfig(10000.0, DIM))
+        self.layer = AttentionLayer(HEADS, DIM**-0.5, rope, seal=partial(seal_step, self.ops, rope))
+        self.sequence = Sequence(PagePool(layer((kind, kind), (DIM, DIM), KV_HEADS).by_layer(True), device="cuda"))
         self.tokens, self.tile = tokens, tile
         self.mass = torch.zeros(KV_HEADS, tokens, dtype=torch.int64, device="cuda")
         self.qkv = torch.randn(STEP, (HEADS + 2 * KV_HEADS) * DIM, device="cuda")
