@@ -9,8 +9,10 @@ import sys
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from kvcli import paths
 from kvcli.cli import engines, inputs, jsonobjects, keeping, render
 from kvcli.cli.answer import settle
 from kvcli.cli.batchlines import Form, Line, value_id
@@ -48,7 +50,8 @@ class Answers:
     """The lines that come out: in the order of those that they answer, each as soon as those before it are there.
 
     A file that exists is continued: it must hold the answers to the first lines, as these are now. A last line that is
-    not whole is made again.
+    not whole is made again. Lines that have errors there are tried again: what comes of that takes the place of the
+    error when all is written (`close`).
     """
 
     def __init__(self, target: str | None, source: str, lines: dict[int, bytes]) -> None:
@@ -57,6 +60,8 @@ class Answers:
         self.numbers, self.done, self.failed = list(lines), 0, 0
         self._lines = lines
         self._waiting: dict[int, dict[str, Any]] = {}
+        self._errors: dict[int, int] = {}  # of an earlier run: where they stand in the file, by their line
+        self._better: dict[int, dict[str, Any]] = {}  # what came of these lines now
         if target in (None, "-"):
             if sys.stdout is None:
                 raise OutputError("stdout is closed")
@@ -76,6 +81,8 @@ class Answers:
             value = load_object(line, self.name, UsageError) if _is_object(line) else {}
             if (value.get("line"), value.get("input")) != (number, self._input(number)):
                 break
+            if "error" in value:
+                self._errors[number] = self.done
             self.done, self.failed = self.done + 1, self.failed + ("error" in value)
         if self.done < len(whole):
             raise UsageError(
@@ -86,12 +93,36 @@ class Answers:
 
     def put(self, number: int, value: dict[str, Any]) -> None:
         """The answer or the error of a line. Raises OutputError."""
-        self._waiting[number] = {"line": number, "input": self._input(number), **value}
+        found = {"line": number, "input": self._input(number), **value}
+        if number in self._errors:
+            self._better[number] = found
+            self.failed -= "error" not in found
+            return
+        self._waiting[number] = found
         while self.done < len(self.numbers) and (found := self._waiting.pop(self.numbers[self.done], None)):
             with writing_to(self.name):
                 self._file.write(jsonobjects.line("run --batch", found).encode())
                 self._file.flush()
             self.done, self.failed = self.done + 1, self.failed + ("error" in found)
+
+    @property
+    def missing(self) -> list[int]:
+        """Lines to be answered: those that had errors in an earlier run, and all behind it."""
+        return [*self._errors, *self.numbers[self.done :]]
+
+    def close(self) -> None:
+        """Put what came of lines that had errors in the place of these. Raises OutputError."""
+        if not self._better:
+            return
+        with writing_to(self.name):
+            self._file.close()
+            path = Path(os.path.realpath(self.name))
+            whole = path.read_bytes().splitlines(keepends=True)
+            for number, value in self._better.items():
+                whole[self._errors[number]] = jsonobjects.line("run --batch", value).encode()
+            mode = path.stat().st_mode
+            paths.replace_file(path, b"".join(whole))
+            path.chmod(mode)
 
     def _input(self, number: int) -> str:
         """What tells a line from others."""
@@ -174,13 +205,16 @@ def run(
         raise UsageError(f"{batch.source} has no lines", 'each is {"prompt": "..."} or {"messages": [...]}')
     answers, total = Answers(batch.target, batch.source, lines), len(lines)
     if answers.done:
-        told = "" if answers.done == total else f": going on with line {answers.numbers[answers.done]}"
-        say(f"{answers.name} has the answers to {answers.done:,} of {counted(total, 'line')}{told}")
-    if answers.done < total:
+        again = f"trying {counted(answers.failed, 'line')} with an error again" if answers.failed else ""
+        further = "" if answers.done == total else f"going on with line {answers.numbers[answers.done]}"
+        told = ", ".join(filter(None, (again, further)))
+        there = f"{answers.name} has the answers to {answers.done - answers.failed:,} of {counted(total, 'line')}"
+        say(f"{there}: {told}" if told else there)
+    if answers.missing:
         load = replace(load, chat_anyway=batch.form.raw is False)
         engine = engines.open_engine(load, cache, invocation, interrupts)
         keeping.stay(engine.loaded, load, batch.staying, invocation)
-        with closing(engine.prompt_caches(kept, tell)) as caches:
+        with closing(answers), closing(engine.prompt_caches(kept, tell)) as caches:
             _answer(engine, caches, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
     if answers.failed:
         say(f"{counted(answers.failed, 'line')} of {total:,} could not be answered: see error in {answers.name}")
@@ -204,8 +238,8 @@ def _answer(
     from kvcli.runtime.engine.scheduler import Scheduler
 
     scheduler, asked = Scheduler(engine, parallel), dict[int, _Asked]()  # by request
-    left, began, tokens = iter(answers.numbers[answers.done :]), time.perf_counter(), 0
-    before = answers.done
+    left, began, tokens = iter(answers.missing), time.perf_counter(), 0
+    made = 0
     interrupts.stage = FINISH
     with render.Progress(invocation, unit="lines") as progress:
         while not interrupts.cancelled():
@@ -216,6 +250,7 @@ def _answer(
                     scheduler.submit(found.request)
                 except KVError as error:
                     answers.put(number, _error(_id_of(lines[number]), error))
+                    made += 1
             if scheduler.idle:
                 break
             for request, events in scheduler.step():
@@ -224,6 +259,7 @@ def _answer(
                     one.take(event)
                 if request.finished:
                     answers.put(one.number, asked.pop(id(request)).answer)
+                    made += 1
                     tokens += len(request.history) - request.n_prompt
                     request.seq.close()
             progress("lines", answers.done, len(answers.numbers))
@@ -231,8 +267,10 @@ def _answer(
         one.request.abandon()
         one.request.seq.close()
     if stats:
-        took, made = time.perf_counter() - began, counted(answers.done - before, "line")
-        render.aside(f"{made} in {took:.1f} s | gen {tokens:,} tok · {tokens / took:,.0f} tok/s", invocation)
+        took = time.perf_counter() - began
+        render.aside(
+            f"{counted(made, 'line')} in {took:.1f} s | gen {tokens:,} tok · {tokens / took:,.0f} tok/s", invocation
+        )
 
 
 def _ask(engine: Engine, caches: PromptCaches, form: Form, raw: bytes, number: int) -> _Asked:

@@ -138,11 +138,33 @@ def test_answers_to_lines_that_have_changed_are_refused(
     assert code == 2 and f"its line 2 answers no line that {file} has there now" in err and out.read_bytes() == before
 
 
-def test_failed_lines_of_an_earlier_run_count(kv_here: KvHere, words: tuple[str, ...], tmp_path: Path) -> None:
-    file, out = write(tmp_path / "in.jsonl", "x", PROMPTS[0]), tmp_path / "out.jsonl"
-    for _ in range(2):
-        code, _, err = kv_here(*words, "--batch", str(file), "-o", str(out))
-        assert code == 1 and "1 line of 2 could not be answered" in err
+def test_failed_lines_of_an_earlier_run_are_tried_again(
+    kv_here: KvHere, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Their errors are replaced: by answers, in the order of the file, or by errors that count once more."""
+    long = {"prompt": "words " * 30, "max_tokens": 3, "id": "long"}
+    file, out = write(tmp_path / "in.jsonl", PROMPTS[0], "x", long, *PROMPTS[1:3]), tmp_path / "out.jsonl"
+    asked = (*words, "--batch", str(file), "-o", str(out))
+    code, _, err = kv_here(*asked, "-c", "64")
+    assert code == 1 and "2 lines of 5 could not be answered" in err
+    first = out.read_bytes().splitlines(keepends=True)
+    assert "context of 64" in json.loads(first[2])["error"]["message"]
+    out.write_bytes(b"".join(first[:4]))  # it was stopped before the last line
+    out.chmod(0o640)
+    code, _, err = kv_here(*asked, "-c", "512")
+    assert code == 1 and "has the answers to 2 of 5 lines: trying 2 lines with an error again, going on with" in err
+    assert "1 line of 5 could not be answered" in err
+    second = out.read_bytes().splitlines(keepends=True)
+    found = objects(out.read_text())
+    assert [each["line"] for each in found] == [1, 2, 3, 4, 5] and found[2]["id"] == "long"
+    assert [number for number, each in enumerate(found) if "error" in each] == [1]
+    assert found[2]["usage"]["completion_tokens"] == 3 and [second[at] for at in (0, 1, 3)] == [
+        first[at] for at in (0, 1, 3)
+    ]
+    assert out.stat().st_mode & 0o777 == 0o640 and sorted(path.name for path in tmp_path.glob("*out*")) == ["out.jsonl"]
+    code, _, err = kv_here(*asked, "-c", "512")
+    assert code == 1 and "has the answers to 4 of 5 lines: trying 1 line with an error again" in err
+    assert out.read_bytes().splitlines()[2:] == [line.strip() for line in second[2:]]
 
 
 @pytest.mark.parametrize(
