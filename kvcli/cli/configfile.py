@@ -1,4 +1,4 @@
-"""Changes one value in the text of a config file and leaves everything else as it is, comments too."""
+"""Changes one value, or removes a table, in the text of a config file and leaves the rest as it is, comments too."""
 
 from __future__ import annotations
 
@@ -29,11 +29,26 @@ def changed(text: str, words: Sequence[str], value: Any) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
+def without_table(text: str, words: Sequence[str]) -> str:
+    """The text without the table that these words name, and those in it. Who needs it to be right compares what both
+    texts hold."""
+    lines, name = text.splitlines(), ".".join(words)
+    kept, inside = list[str](), False
+    for line in lines:
+        if _is_heading(line):
+            inside = f"{_name(line).replace('_', '-')}.".startswith(f"{name}.")
+        if not inside:
+            kept.append(line)
+    return "".join(f"{line}\n" for line in kept)
+
+
+def _is_heading(line: str) -> bool:
+    return line.lstrip().startswith("[") and "=" not in line.partition("#")[0]
+
+
 def _table(lines: list[str], words: Sequence[str]) -> tuple[int, int]:
     """The lines of a table, [start, end), less its heading; behind the last line for one that is not there."""
-    headings = [
-        i for i, line in enumerate(lines) if line.lstrip().startswith("[") and "=" not in line.partition("#")[0]
-    ]
+    headings = [i for i, line in enumerate(lines) if _is_heading(line)]
     start = 0
     if words:
         named = (i for i in headings if _name(lines[i]) == ".".join(words))

@@ -151,7 +151,7 @@ class Settings:
         own = own if isinstance(own, dict) else {}  # `cache = false` beside the command
         for key, value in own.items():
             if isinstance(value, dict) and key not in below:
-                raise self._unknown([*path, key], [".".join([*path, name]) for name in below], "remove that table")
+                raise self._unknown([*path, key], [".".join([*path, name]) for name in below])
         if path and last:
             self._check_top({name for option in settable(options) for name, _ in names(option)})
         return self.common(common, self._in_table(own, settable(options), path) if path else {})
@@ -187,9 +187,9 @@ class Settings:
                 raise self._unknown([*path, key], [".".join([*path, each]) for each in by_name])
         return found
 
-    def _unknown(self, words: list[str], names: Iterable[str], remedy: str = "") -> UsageError:
+    def _unknown(self, words: list[str], names: Iterable[str]) -> UsageError:
         name = ".".join(words)
-        hint = meant(near(name.replace("_", "-"), names)) or remedy or f"kv config unset {name} removes it"
+        hint = meant(near(name.replace("_", "-"), names)) or f"kv config unset {name} removes it"
         return UsageError(f"{name} in {self.path} is not a setting", hint)
 
     def _in_environment(self, options: list[Any]) -> dict[str, Setting]:

@@ -160,6 +160,21 @@ def test_what_is_no_setting_can_be_unset(config: Path, kv_here: KvHere) -> None:
         assert f"{name} is not a setting" in kv_here("config", "unset", name)[2]
 
 
+def test_a_table_of_no_command_can_be_unset(config: Path, kv_here: KvHere) -> None:
+    kept = "seed = 1  # mine\n[bench]\nrepetitions = 3\n"
+    config.write_text(
+        f"{kept}[my_tool.more]\na = 1\n\n[cache]\ndry-run = true\n[my_tool]\nb = [\n  2,\n]\n[bench.strange]\nc = 3\n"
+    )
+    assert "kv config unset my_tool removes it" in kv_here("config", "show")[2]
+    for name in ("my_tool", "bench.strange"):
+        assert kv_here("config", "unset", name) == (0, "", "")
+    assert config.read_text() == f"{kept}[cache]\ndry-run = true\n"
+    for name in ("my_tool", "bench", "bench.strange"):  # a table of a command holds settings
+        assert f"{name} is not a setting" in kv_here("config", "unset", name)[2]
+    config.write_text("my_tool = {a = 1}\n")
+    assert "change it in an editor" in kv_here("config", "unset", "my_tool")[2]
+
+
 def test_names_of_options_that_are_no_settings(config: Path, kv_here: KvHere) -> None:
     for name, meant in {"n": "predict", "num-ctx": "ctx-size", "bench.r": "bench.repetitions"}.items():
         assert (
@@ -170,7 +185,7 @@ def test_names_of_options_that_are_no_settings(config: Path, kv_here: KvHere) ->
 @pytest.mark.slow
 def test_several_processes_set_values_at_once(kv_command: list[str], kv_env: dict[str, str], tmp_path: Path) -> None:
     """None loses what another one has written."""
-    names = ["seed", "threads", "top-k", "window"]
+    names = ["seed", "threads", "top-k"]
     env = kv_env | {"KV_CONFIG": str(tmp_path / "config.toml")}
     started = [subprocess.Popen([*kv_command, "config", "set", name, "64"], env=env) for name in names]
     assert [process.wait(60) for process in started] == [0] * len(names)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -193,14 +194,18 @@ def set_(
 
 
 def unset(ctx: typer.Context, name: Key) -> None:
-    """Remove a value from the config file."""
+    """Remove a value from the config file, or a table that is of no command."""
     file = _file()
     held = settings.parse(settings.read_text(file), file)
     try:
         table, option, _ = _option(ctx, name)
         names = _names(option)
     except UsageError:
-        *table, last = _words(name)
+        *table, last = words = _words(name)
+        if tuple(words) not in dict(walk(ctx.obj.tree())) and _without(held, words) != held:
+            edit, expected = partial(configfile.without_table, words=words), partial(_without, words=words)
+            _rewrite(ctx.obj, edit, expected)
+            return
         names = [last]
         if _expected(held, table, names, None) == held:
             raise
@@ -250,17 +255,27 @@ def _value(option: Any, no: bool, text: str, name: str) -> Any:
 
 
 def _change(invocation: Invocation, table: list[str], names: list[str], value: Any) -> None:
-    """Write the file with another value for the key of these names. Raises UsageError, OutputError; the file is then
-    as it was."""
+    """Write the file with another value for the key of these names. Raises what `_rewrite` does."""
+
+    def edit(text: str) -> str:
+        for name in names:
+            text = configfile.changed(text, [*table, name], None)
+        return configfile.changed(text, [*table, names[0]], value)
+
+    _rewrite(invocation, edit, lambda held: _expected(held, table, names, value))
+
+
+def _rewrite(
+    invocation: Invocation, edit: Callable[[str], str], expected: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Write the file as `edit` makes its text, where that holds what is `expected`. Raises UsageError, OutputError; the
+    file is then as it was."""
     file = _file()
     with _held(file.parent):
-        old = new = settings.read_text(file)
-        for name in names:
-            new = configfile.changed(new, [*table, name], None)
-        new = configfile.changed(new, [*table, names[0]], value)
-        expected = _expected(settings.parse(old, file), table, names, value)
+        old = settings.read_text(file)
+        new, wanted = edit(old), expected(settings.parse(old, file))
         with suppress(UsageError):
-            if settings.parse(new, file) == expected:
+            if settings.parse(new, file) == wanted:
                 _write(file, new, invocation)
                 return
     raise UsageError(f"{file} is not written in a way that kv can change", "change it in an editor")
@@ -308,3 +323,13 @@ def _expected(found: Mapping[str, Any], table: list[str], names: list[str], valu
         return {**found, table[0]: below} if below or table[0] in found else dict(found)
     kept = {key: each for key, each in found.items() if key.replace("_", "-") not in names or isinstance(each, dict)}
     return kept if value is None else {**kept, names[0]: value}
+
+
+def _without(found: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """What the file is to hold without the table that these words name. One that has nothing else goes with it."""
+    first, *rest = words
+    key = next((key for key, each in found.items() if key.replace("_", "-") == first and isinstance(each, dict)), "")
+    below = _without(found[key], rest) if key and rest else {}
+    if not key or (rest and below == found[key]):
+        return found
+    return {name: below if name == key else each for name, each in found.items() if name != key or below}
