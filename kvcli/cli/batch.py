@@ -93,12 +93,12 @@ class Answers:
 
     def put(self, number: int, value: dict[str, Any]) -> None:
         """The answer or the error of a line. Raises OutputError."""
-        found = {"line": number, "input": self._input(number), **value}
+        value = {"line": number, "input": self._input(number), **value}
         if number in self._errors:
-            self._better[number] = found
-            self.failed -= "error" not in found
+            self._better[number] = value
+            self.failed -= "error" not in value
             return
-        self._waiting[number] = found
+        self._waiting[number] = value
         while self.done < len(self.numbers) and (found := self._waiting.pop(self.numbers[self.done], None)):
             with writing_to(self.name):
                 self._file.write(jsonobjects.line("run --batch", found).encode())

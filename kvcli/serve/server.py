@@ -23,6 +23,7 @@ from kvcli.words import counted
 
 LOG = logging.getLogger("kvcli")
 HEADERS_S = 10.0  # that a client may take to send the head of a call
+SLOW_S = 60.0  # that a client may take to read what it is sent
 KEEP_S = 30  # that a connection stays open between calls
 GRACE_S = 10.0  # that answers may go on for when the server is told to stop
 TELL_S = 2.0  # that it may take to tell the clients of others
@@ -30,9 +31,10 @@ CONNECTIONS = 1024
 
 
 class PromptProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections whose calls do not begin, or begin too slowly."""
+    """HTTP/1.1 that closes connections whose calls do not begin, or begin too slowly, or whose clients do not read."""
 
     _late: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -45,12 +47,30 @@ class PromptProtocol(H11Protocol):
         elif self._late is None:
             self._await_head()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(SLOW_S, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._was_read()
+
     def connection_lost(self, error: Exception | None) -> None:
         self._head_came()
+        self._was_read()
         super().connection_lost(error)
 
     def _await_head(self) -> None:
         self._late = self.loop.call_later(HEADERS_S, self.transport.close)
+
+    def _cut_off(self) -> None:
+        LOG.warning("a client read nothing for %.0f s: its connection is closed", SLOW_S)
+        self.transport.abort()  # what it does not read is not kept for it
+
+    def _was_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _head_came(self) -> None:
         if self._late is not None:

@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
-import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvcli.errors import KVError
 from kvcli.runtime.engine.events import Event
@@ -20,7 +19,6 @@ from kvcli.serve.failures import Failure
 from kvcli.serve.replies import Reply
 from kvcli.serve.worker import Stopped
 
-SLOW_S = 60.0  # that a client may take to read what it is sent
 Found = TypeVar("Found")
 Pieces = AsyncIterator[str]
 
@@ -45,8 +43,8 @@ def event(value: Any, name: str = "") -> str:
 
 
 class Stream(StreamingResponse):
-    """What is sent while it is made. It ends where the client is gone, or does not read for SLOW_S. A failure is told
-    by `fail`, since the status is on the wire."""
+    """What is sent while it is made. It ends where the client is gone. A failure is told by `fail`, since the status is
+    on the wire."""
 
     def __init__(
         self,
@@ -67,15 +65,11 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        async def patient(message: Message) -> None:
-            with anyio.fail_after(SLOW_S):
-                await send(message)
-
         try:
-            await unless_over(self._over, super().stream_response(patient))
+            await unless_over(self._over, super().stream_response(send))
         except Stopped as error:
             last = self._fail(Failure.of(error)).encode()
-            await patient({"type": "http.response.body", "body": last, "more_body": False})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _telling(content: Pieces, fail: Callable[[Failure], str]) -> Pieces:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
@@ -303,6 +304,25 @@ def test_who_cannot_be_told_is_left(
     with suppress(ConnectionResetError):
         _served(answer, stopping)
     assert [each for each in caplog.records if each.exc_info] == []
+
+
+def test_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(serverfile, "SLOW_S", 0.2)
+    stopping = threading.Event()
+    reply = Mock(__aenter__=AsyncMock(), __aexit__=AsyncMock(side_effect=lambda *_: stopping.set()))
+
+    async def endless() -> AsyncIterator[str]:
+        while True:
+            yield "x" * (1 << 20)
+            await asyncio.sleep(0)
+
+    async def answer(*_: Any) -> Response:
+        return wire.Stream(endless(), reply, str)
+
+    with suppress(ConnectionResetError):
+        _served(answer, stopping)
+    assert caplog.text.count("a client read nothing for 0 s: its connection is closed") == 1
+    assert "ASGI" not in caplog.text and [each for each in caplog.records if each.exc_info] == []
 
 
 def test_an_empty_input_is_refused_by_its_name(server: Server) -> None:

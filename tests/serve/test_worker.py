@@ -315,6 +315,18 @@ def test_a_stop_waits_for_a_step_behind_which_a_prompt_is_kept(
         assert caches.find(seq, list(asked.work.prompt.ids)) == 128
 
 
+def test_models_are_stopped_together() -> None:
+    """Each waits for the other."""
+    both = threading.Barrier(2, timeout=60)
+    first, second = (cast(Worker, Mock(stop=Mock(side_effect=lambda seconds: both.wait()))) for _ in range(2))
+    host = Host(Served("tiny", first), Mock(), list, 2)
+    host.loaded.append(Served("other", second))
+    host.stop(0.5)
+    for each in (first, second):
+        each.stop.assert_called_once_with(0.5)  # type: ignore[attr-defined]
+    assert not both.broken
+
+
 def test_texts_at_work_do_not_hold_up_the_end() -> None:
     gate, nobody = threading.Event(), cast(Worker, SimpleNamespace(stop=lambda seconds: None))
     host = Host(Served("tiny", nobody), Mock(), list, 1)
