@@ -55,11 +55,13 @@ def test_states_are_stored_and_found_by_another_process(kv: Kv, kv_here: KvHere,
     model, file = ("-m", str(tiny.make("lfm2").path)), ("--prompt-cache", str(tmp_path / "a.kv"), "--no-cache")
 
     def run(*args: str) -> dict:
-        done = kv("run", *RUN, *model, "--json", *args)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        code, out, err = kv_here("run", *RUN, *model, "--json", *args)
+        assert code == 0, err
+        return json.loads(out)
 
-    first = run(*file, TEXT * 2 + "Who?")
+    done = kv("run", *RUN, *model, "--json", *file, TEXT * 2 + "Who?")
+    assert done.returncode == 0, done.stderr
+    first = json.loads(done.stdout)
     again, cold = run(*file, TEXT * 2 + "Why is it?"), run("--no-cache", TEXT * 2 + "Why is it?")
     read = again["usage"]["cache_disk_tokens"]
     assert read % 16 == 0 and first["usage"]["prompt_tokens"] - 40 < read < first["usage"]["prompt_tokens"]

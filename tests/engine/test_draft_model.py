@@ -29,7 +29,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CASES = [
     *(("llama", "granite", codec, EvictOptions(), 1) for codec in ("f16", "int8", "int4")),
-    *(("llama", "qwen3", "int8", policy, tail) for policy in (SINK, WINDOW) for tail in (0, 1)),
+    ("llama", "qwen3", "int8", SINK, 0), ("llama", "qwen3", "int8", WINDOW, 1),
+    *(pytest.param("llama", "qwen3", "int8", *case, marks=pytest.mark.thorough) for case in ((SINK, 1), (WINDOW, 0))),
     ("gemma3", "gemma3", "int4", EvictOptions(), 1), ("gpt-oss", "llama-sliding", "int8", EvictOptions(), 1),
     ("llama-padded", "llama", "f16", SINK, 1), ("llama", "llama-padded", "f16", EvictOptions(), 1),
     ("qwen35", "lfm2", "int8", EvictOptions(), 1), ("llama", "granitehybrid-dense", "int4", EvictOptions(), 1),

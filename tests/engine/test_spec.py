@@ -84,10 +84,13 @@ def test_answers_are_those_without_guesses(
     engine.pool.check([])
 
 
-@pytest.mark.parametrize(("codec", "tail"), [("f16", 1), ("int8", 0), ("int4", 1)])
-def test_later_turns_and_caches_find_the_same_rows(codec: str, tail: int, tmp_path: Path) -> None:
-    """Of the sequence itself, of the tree in memory, and of the store."""
-    engine, options, found = engine_of("gemma3", "native", codec, tail=tail), replace(DRAWN, max_tokens=40), []
+@pytest.mark.parametrize(
+    ("variant", "codec", "tail"),
+    [("gemma3", "f16", 1), ("gemma3", "int8", 0), ("gemma3", "int4", 1), ("qwen35", "f16", 1), ("qwen35", "int8", 1)],
+)
+def test_later_turns_and_caches_find_the_same_rows(variant: str, codec: str, tail: int, tmp_path: Path) -> None:
+    """Of the sequence itself, of the tree in memory, and of the store; with the same checkpoints of states."""
+    engine, options, found = engine_of(variant, "native", codec, tail=tail), replace(DRAWN, max_tokens=40), []
     expected = alone(engine, PROMPT[:30], replace(options, **OFF)).ids
     for spec in ("off", "suffix"):
         with (

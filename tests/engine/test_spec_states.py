@@ -7,17 +7,16 @@ import itertools
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import tiny
 from batches import alone, same, watched
-from engines import DRAWN, GREEDY, PROMPT, open_tiny, run
+from engines import DRAWN, GREEDY, PROMPT, open_tiny
 from erring import Erring, guessed
 from kernelcases import need_native
-from reusecases import NOWHERE, Told, store_in
+from reusecases import NOWHERE, Told
 
 from kvcli.errors import DoesNotFit, KVError
 from kvcli.options import CacheOptions, LoadOptions
@@ -38,7 +37,7 @@ def engine_of(variant: str, codec: str = "f16", backend: str = "native", ctx: in
 
 @pytest.mark.parametrize(
     ("variant", "codec", "backend"),
-    [*((variant, ("f16", "int8", "int4")[i % 3], "native") for i, variant in enumerate(FAMILIES[:6])),
+    [*((variant, ("f16", "int8", "int4")[i % 3], "native") for i, variant in enumerate(FAMILIES[:5])),
      ("qwen35", "int8", "reference"),
      *(pytest.param(x, "int4", "native", marks=pytest.mark.thorough) for x in FAMILIES)],
 )  # fmt: skip
@@ -56,7 +55,7 @@ def test_answers_are_those_without_guesses(variant: str, codec: str, backend: st
 @pytest.mark.parametrize("method", ["suffix", "ngram"])
 def test_texts_guess(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Judgement, "worth", lambda self, matched, there: there)
-    engine, options = engine_of("qwen35"), replace(GREEDY, max_tokens=256, spec=method)
+    engine, options = engine_of("qwen35"), replace(GREEDY, max_tokens=128, spec=method)
     prompt = [*PROMPT[:20], *PROMPT[:30]]
     expected, found = alone(engine, prompt, replace(options, **OFF)), alone(engine, prompt, options)
     assert same(expected, found) and found.end.usage.drafted_tokens > 20
@@ -67,7 +66,7 @@ def test_texts_guess(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ("variant", "codec"),
     [
         ("qwen35-ahead", "int4"),
-        ("qwen35moe-ahead", "int8"),
+        pytest.param("qwen35moe-ahead", "int8", marks=pytest.mark.thorough),
         pytest.param("qwen3next-ahead", "f16", marks=pytest.mark.thorough),
     ],
 )
@@ -79,34 +78,6 @@ def test_the_models_own_layer_guesses(variant: str, codec: str, monkeypatch: pyt
     for options in (replace(GREEDY, max_tokens=256), replace(DRAWN, max_tokens=40)):
         plain, found = alone(engine, PROMPT[:50], replace(options, **OFF)), alone(engine, PROMPT[:50], options)
         assert same(plain, found) and len(found.ids) == options.max_tokens < 2 * found.end.usage.drafted_tokens
-    engine.pool.check([])
-
-
-@pytest.mark.parametrize("codec", ["f16", "int8"])
-def test_later_turns_and_caches_find_the_same_rows(codec: str, tmp_path: Path) -> None:
-    """Of the sequence itself, of the tree in memory, and of the store; with the same checkpoints."""
-    engine, options, found = engine_of("qwen35", codec), replace(DRAWN, max_tokens=40), []
-    expected = alone(engine, PROMPT[:30], replace(options, **OFF)).ids
-    for spec in ("off", "suffix"):
-        with (
-            pytest.MonkeyPatch.context() as patched,
-            closing(engine.prompt_caches(store_in(tmp_path / spec), Told())) as c,
-        ):
-            if spec != "off":
-                patched.setattr(engine.session, "guesses", lambda _: Erring(engine.session, expected, 3, 1))
-            seq = engine.new_sequence()
-            ends = [run(engine, seq, PROMPT[:30], replace(options, spec=spec), caches=c)]
-            patched.undo()
-            assert ends[0].usage.drafted_tokens > (10 if spec != "off" else -1)
-            turn = [*PROMPT[:30], *ends[0].ids, *PROMPT[50:60]]
-            ends.append(run(engine, seq, turn, replace(options, **OFF), caches=c))
-            fresh = engine.new_sequence()
-            ends.append(run(engine, fresh, turn, replace(options, **OFF), caches=c))
-            pages = [sorted(each.numbered()) for each in (seq, fresh)]
-            found.append(([(e.ids, e.usage.cache_read_tokens) for e in ends], pages, seq.tokens))
-            seq.close()
-            fresh.close()
-    assert found[0] == found[1]
     engine.pool.check([])
 
 

@@ -6,6 +6,7 @@ Call `hasten` before kernels run.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,8 +23,19 @@ def hasten() -> None:
     tl.core.block_type.__init__ = _made_once_a_shape(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _made_once_a_type(tl.core.tensor.__init__)
     interpreter._get_np_dtype = _found_once_a_type(interpreter._get_np_dtype)
+    dtype = tl.core.dtype
+    dtype.__eq__ = _same_first(dtype.__eq__)
+    for name in ("is_int", "is_int_signed", "is_int_unsigned", "is_floating", "kind"):
+        setattr(dtype, name, _asked_once_a_name(getattr(dtype, name)))
     semantic = tl.semantic.TritonSemantic
     semantic.broadcast_impl_value = _of_two_shapes(semantic.broadcast_impl_value)
+    semantic.computation_type_impl = _computed_once_a_pair(semantic.computation_type_impl)
+    semantic.cast = _to_another_type(semantic.cast)
+    semantic.binary_op_type_checking_impl = _of_two_kinds(semantic.binary_op_type_checking_impl)
+    tl.core._unwrap_if_constexpr = _unwrapped_where_wrapped(tl.core._unwrap_if_constexpr)
+    # Sums and products would be computed again in 64 bits, for an assertion that is made with `debug` alone.
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def _patch_where_needed(patch: Any) -> Any:
@@ -99,6 +111,66 @@ def _of_two_shapes(broadcast: Any) -> Any:
         return broadcast(self, a, b)
 
     return done
+
+
+def _same_first(equal: Any) -> Any:
+    """Types of scalars are few objects, compared with themselves more often than not."""
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _asked_once_a_name(question: Any) -> Any:
+    """What the name of a type says."""
+    known: dict[str, Any] = {}
+
+    def answer(self: Any) -> Any:
+        if self.name not in known:
+            known[self.name] = question(self)
+        return known[self.name]
+
+    return answer
+
+
+def _computed_once_a_pair(type_of: Any) -> Any:
+    """The type in which two types meet."""
+    known: dict[Any, Any] = {}
+
+    def found(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod
+        if key not in known:
+            known[key] = type_of(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    return found
+
+
+def _to_another_type(cast: Any) -> Any:
+    """A tensor of the type that is wanted stays as it is."""
+
+    def done(self: Any, value: Any, wanted: Any, fp_downcast_rounding: str | None = None) -> Any:
+        same = value.type.scalar is wanted.scalar
+        return value if same else cast(self, value, wanted, fp_downcast_rounding)
+
+    return done
+
+
+def _of_two_kinds(check: Any) -> Any:
+    """Numbers of one type and shape are added, compared and so on as they are."""
+    tensor = tl.core.tensor
+
+    def checked(self: Any, a: Any, b: Any, *how: Any, **named: Any) -> Any:
+        if type(a) is type(b) is tensor and a.dtype is b.dtype and (a.dtype.is_int() or a.dtype.name == "fp32"):
+            shapes = [x.type.shape.values if x.type.is_block() else None for x in (a, b)]
+            if shapes[0] == shapes[1]:
+                return a, b
+        return check(self, a, b, *how, **named)
+
+    return checked
+
+
+def _unwrapped_where_wrapped(unwrap: Any) -> Any:
+    """What is neither a constant of the compiler's nor a list stays as it is."""
+    kinds = tl.core.constexpr, list, tuple, tl.core.tuple
+    return lambda value: unwrap(value) if isinstance(value, kinds) else value
 
 
 def _remembered(type_of: Any) -> Any:
