@@ -31,9 +31,10 @@ from kvcli.runtime.text.conversation import Conversation
 CTX, SIZE = 80, 16
 TEXT = torch.randint(3, 370, (180,), generator=torch.manual_seed(9)).tolist()
 SINK = EvictOptions("sink", 0, 5)
+REFERENCE = ("llama", "reference", ("int4", "int8"), EvictOptions("sink", 30, 20))
 CASES = [
     ("llama", "native", ("f16", "f16"), SINK),
-    ("llama", "reference", ("int4", "int8"), EvictOptions("sink", 30, 20)),
+    REFERENCE,
     pytest.param(("llama", "native", ("fp8", "int6"), EvictOptions("window", 17)), marks=pytest.mark.thorough),
     ("llama", "native", ("int4", "int8"), EvictOptions("shift", 20, 5)),
     ("gemma3", "native", ("int8", "int4"), SINK),
@@ -44,7 +45,20 @@ def open_evicting(variant: str, backend: str, types: tuple[str, str], evict: Evi
     return open_tiny(variant, backend, CacheOptions(CTX, *types, page_size=SIZE, evict=evict, **more))
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{c[1]}-{'/'.join(c[2])}-{c[3].policy}")
+def name(case: tuple[str, str, tuple[str, str], EvictOptions]) -> str:
+    return f"{case[0]}-{case[1]}-{'/'.join(case[2])}-{case[3].policy}"
+
+
+# Of tests that generate, which takes the reference long: it has the same rows, and what stands above is one code.
+GENERATES = pytest.mark.parametrize(
+    "engine",
+    [pytest.param(case, marks=pytest.mark.thorough) if case is REFERENCE else case for case in CASES],
+    indirect=True,
+    ids=name,
+)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=name)
 def engine(request: pytest.FixtureRequest) -> Engine:
     found = open_evicting(*request.param)
     assert found.retention is not None and any("old tokens are forgotten" in x for x in found.notices)
@@ -131,6 +145,7 @@ def test_with_one_layer_it_is_as_if_the_middle_had_never_been(variant: str, back
 
 
 @pytest.mark.slow
+@GENERATES
 def test_answers_go_on_and_max_tokens_is_obeyed(engine: Engine):
     seq = engine.new_sequence()
     for n in (30, 90):
@@ -144,6 +159,7 @@ def test_answers_go_on_and_max_tokens_is_obeyed(engine: Engine):
 
 
 @pytest.mark.slow
+@GENERATES
 def test_a_turn_on_an_evicted_cache_is_a_replay(engine: Engine):
     first, second = engine.new_sequence(), engine.new_sequence()
     answer = run(engine, first, TEXT[:60], replace(GREEDY, max_tokens=70))
@@ -216,6 +232,7 @@ def chat(engine: Engine, system: str | None = None) -> ChatSession:
 
 
 @pytest.mark.slow
+@GENERATES
 def test_a_chat_goes_on_beyond_the_context(engine: Engine, capsys: pytest.CaptureFixture[str]):
     live = chat(engine)
     for line in ("hello", "and then", "more", "even more", "/ctx"):
