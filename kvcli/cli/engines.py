@@ -63,7 +63,8 @@ def _loaded(
         guesses = Opened.draft(draft, load) if draft else None
         from kvcli.runtime.engine.loaded import LoadedModel
 
-        startup.release_code()
+        if kept is None:  # else this process was forked, and code is that of the one before
+            startup.release_code()
         tell = partial(render.warn, invocation=invocation)
         return LoadedModel(opened, load, cache, tell, kept, guesses, room=keeping.make_room)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,11 @@ def load(wanted: Wanted, others: Collection[int]) -> tuple[LoadedModel | HeldMod
     options = replace(wanted.load, threads=1, offline=True)
     try:
         with startup.uncollected():
-            return _held(wanted, options, others) if is_held(wanted) else (_loaded(wanted, options), None)
+            model, holder = _held(wanted, options, others) if is_held(wanted) else (_loaded(wanted, options), None)
+            if template := model.text.template:
+                with suppress(KVError):  # the command that wants it says so
+                    template.compile()
+            return model, holder
     except KVError as error:
         sys.exit(f"kv: {error.message}")
 

@@ -206,3 +206,13 @@ def test_an_empty_template_is_named_as_such():
         with pytest.raises(TemplateError, match="the chat template of the file is empty") as error:
             ChatTemplate(source).render([{"role": "user", "content": "hi"}])
         assert "`raw`" in error.value.hint
+
+
+def test_models_with_the_same_template_compile_it_once():
+    first, second = (ChatTemplate("{{ messages[0].content }}!", "", "", "given") for _ in range(2))
+    first.compile()
+    assert first._compiled is second._compiled
+    for template, text in ((first, "a"), (second, "b")):
+        assert template.render([{"role": "user", "content": text}]) == f"{text}!"
+    with pytest.raises(TemplateError, match="broken in line 1"):
+        ChatTemplate("{% if %}", "", "", "given").compile()

@@ -7,6 +7,7 @@ whatever tests and filters the template applied on the way. Import this module l
 
 from __future__ import annotations
 
+import functools
 import json
 from datetime import datetime
 from typing import Any
@@ -29,6 +30,7 @@ class Refused(Exception):
     """The template called raise_exception; str() is its message."""
 
 
+@functools.lru_cache(maxsize=4)
 def compile_template(source: str) -> Template:
     """Ready to render: `.render(variables)` returns a Marked string. Raises TemplateSyntaxError."""
     environment = _Environment()

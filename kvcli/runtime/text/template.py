@@ -120,12 +120,16 @@ class ChatTemplate:
 
     def with_options(self, options: ChatOptions) -> ChatTemplate:
         """The same template with other variables, and another use of thinking. Raises TemplateError."""
-        assert self._compiled  # once for both
+        self.compile()  # once for both
         other = copy(self)
         other.options = options
         for name in ("switch", "_tool_use"):
             other.__dict__.pop(name, None)
         return other
+
+    def compile(self) -> None:
+        """Do now what else the first rendering does. Raises TemplateError."""
+        assert self._compiled
 
     def watch(self, controls: Callable[[str], list[tuple[int, str]]], tell: Callable[[str], None]) -> None:
         """From now on tell of control tokens that the template spells in a way that hides that they are its own.
