@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,7 @@ def load(wanted: Wanted, others: Collection[int]) -> tuple[LoadedModel | HeldMod
     try:
         with startup.uncollected():
             model, holder = _held(wanted, options, others) if is_held(wanted) else (_loaded(wanted, options), None)
-            if template := model.text.template:
-                with suppress(KVError):  # the command that wants it says so
-                    template.compile()
+            model.text.prepare()
             return model, holder
     except KVError as error:
         sys.exit(f"kv: {error.message}")

@@ -12,6 +12,7 @@ from templatecases import STYLES, chat, opened
 from kvcli.errors import ModelError
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.hub.recipes import find_recipe
+from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.template import DEFAULT_TEMPLATES, ChatTemplate, TemplateError, template_note
 
 
@@ -216,3 +217,13 @@ def test_models_with_the_same_template_compile_it_once():
         assert template.render([{"role": "user", "content": text}]) == f"{text}!"
     with pytest.raises(TemplateError, match="broken in line 1"):
         ChatTemplate("{% if %}", "", "", "given").compile()
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{% if %}"])
+def test_what_a_text_needs_is_made_ahead(source: str):
+    """A template that is broken is none of this: whoever wants it is told."""
+    metadata = tinyvocab.byte_level()[0] | {"tokenizer.chat_template": source}
+    text = ModelText.of(metadata, "model.gguf")
+    text.prepare()
+    assert {"longest", "_control"} <= set(vars(text.tokenizer))
+    assert text.template is not None and ("_compiled" in vars(text.template)) == ("if" not in source)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from kvcli.errors import ModelError
 from kvcli.options import MODELS_OWN, ChatOptions
-from kvcli.runtime.text.template import ChatTemplate, template_note
+from kvcli.runtime.text.template import ChatTemplate, TemplateError, template_note
 from kvcli.runtime.text.tokenizer import Tokenizer
 
 
@@ -53,6 +54,14 @@ class ModelText:
             template.watch(tokenizer.controls, lambda token: tell(lost.format(token)))
         note = "" if given else template_note(metadata, file_name)
         return cls(tokenizer, template, note, spare is not None)
+
+    def prepare(self) -> None:
+        """Make now what else the first text makes, for processes that will be forked."""
+        self.tokenizer.encode("a", parse_special=True)
+        assert self.tokenizer.longest >= 0
+        if self.template:
+            with suppress(TemplateError):  # whoever uses it is told
+                self.template.compile()
 
 
 def _special(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:

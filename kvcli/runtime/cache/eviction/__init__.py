@@ -9,6 +9,7 @@ the best ones are moved together. Kernels know nothing of any of this.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
@@ -122,6 +123,7 @@ class Policy:
         return self.retention is not None or self.scorer is not None
 
 
+@functools.cache
 def names() -> tuple[str, ...]:
     """Every policy, `none` first."""
     return tuple(sorted((m.name for m in pkgutil.iter_modules(__path__)), key=lambda name: (name != "none", name)))
