@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcli.cli import render
 from kvcli.cli.invocation import Invocation
-from kvcli.errors import KVError, NotTaken
+from kvcli.errors import DoesNotFit, NotTaken
 from kvcli.keepalive import socketfolder, spawn, thisprocess, wire
 from kvcli.options import LoadOptions
 from kvcli.runtime.host.memory import CPU
@@ -83,9 +83,10 @@ def stay(loaded: LoadedModel, load: LoadOptions, asked: KeepFlags, invocation: I
         where = "the model is on the CPU" if loaded.device.kind == CPU else "no model stays without --keep-alive"
         render.notice(f"--yield-vram changes nothing: {where}", invocation)
     if forked is not None and forked.kept is not None:
-        for word, value in (("keep", f"{seconds:g}" if seconds else ""), ("yield", least)):
-            if value:
-                forked.tell(f"{word} {value}")
+        if seconds:
+            forked.tell(f"keep {seconds:g}")
+        if least:
+            forked.tell(f"yield {least}")
         return
     if not seconds:
         return
@@ -195,9 +196,9 @@ def make_room(missing: int, uuid: str = "") -> bool:
     return any(stopped)
 
 
-def let_go(error: KVError, invocation: Invocation) -> bool:
+def let_go(error: DoesNotFit | NotTaken, invocation: Invocation) -> bool:
     """Whether this command can do without the process that holds its model on a GPU, which is in its way; then nothing
-    of it is used any more. What that holds is free where no other command has it."""
+    of it is used any more."""
     from kvcli.runtime.engine.held import HeldModel
 
     forked = thisprocess.forked
@@ -205,20 +206,24 @@ def let_go(error: KVError, invocation: Invocation) -> bool:
         return False
     if isinstance(error, NotTaken):
         render.announce(f"{error.message}; the model is loaded once more", invocation)
-    elif not _end_holder(forked.kept.holder, f"{socketfolder.kind()}-{forked.key}{socketfolder.SOCKET}"):
+    elif not _end_holder(forked.kept, f"{socketfolder.kind()}-{forked.key}{socketfolder.SOCKET}", error.missing):
         return False
     forked.kept = None
     return True
 
 
-def _end_holder(pid: int, name: str) -> bool:
-    """End the process that holds the weights for the process of that socket, unless another command has them."""
+def _end_holder(held: HeldModel, name: str, missing: int) -> bool:
+    """End the process that holds the weights for the process of that socket, unless another command has them, or what
+    it takes beside them, which are in the plan already, is less than is missing."""
     asked = ask(name, wire.STATUS)
-    if asked is None or asked[0]["commands"] != 1:
+    if asked is None:
         return False
-    asked[1].close()
+    about, conn = asked
+    conn.close()
+    if about["commands"] != 1 or not 0 < missing <= about["gpu_bytes"] - held.weight_bytes:
+        return False
     with suppress(ProcessLookupError):
-        process = os.pidfd_open(pid)
+        process = os.pidfd_open(held.holder)
         try:
             signal.pidfd_send_signal(process, signal.SIGKILL)
             select.select([process], [], [], ANSWER_S)

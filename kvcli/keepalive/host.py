@@ -117,21 +117,8 @@ class Host:
 
     def warm_up(self) -> None:
         """Do a command for nobody, to find out what it imports, and import that here."""
-        path, device = str(self.wanted.path), str(self.loaded.device)
-        words = [
-            "run",
-            "-n",
-            "1",
-            "--no-cache",
-            "--no-stdin",
-            "--keep-alive",
-            "0",
-            "--device",
-            device,
-            "-m",
-            path,
-            "Hi",
-        ]
+        words = ["run", "-n", "1", "--no-cache", "--no-stdin", "--keep-alive", "0"]
+        words += ["--device", str(self.loaded.device), "-m", str(self.wanted.path), "Hi"]
         from kvcli.cli import main
 
         main.prepared.update({name: main.command_of(name) for name in ("run", "chat")})
@@ -142,7 +129,7 @@ class Host:
         if (pid := os.fork()) == 0:
             os.close(read)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            thisprocess.forked = thisprocess.Forked(self.wanted.key, self.loaded, None, None, write, 1)
+            thisprocess.forked = thisprocess.Forked(self.wanted.key, self.loaded, None, None, thisprocess.NOBODY, 1)
             code = main.run_command(words)
             names = sorted(set(sys.modules) - before)
             with suppress(BrokenPipeError):  # `kv stop` has ended the process that would read it
@@ -366,9 +353,8 @@ def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Req
         forked.key, forked.kept = host.wanted.key, host.loaded
         open_streams(*host.streams)
     except Exception:  # it cannot be what the caller's process is, which does the command itself
-        thisprocess.Forked("", None, None, to_caller, control, caller).tell(
-            "away"
-        )  # first, for a caller that leaves ends this
+        # First, for a caller that leaves ends this.
+        thisprocess.Forked("", None, None, to_caller, control, caller).tell("away")
         with suppress(OSError):
             wire.send(to_caller, wire.COLD)
         os._exit(0)

@@ -53,6 +53,9 @@ def _held(wanted: Wanted, options: LoadOptions, others: Collection[int]) -> tupl
     from kvcli.runtime.engine.opened import Opened
 
     opened = Opened(wanted.path, options, sends=False)
-    holder = Holder(options, opened, others)
+    try:
+        holder = Holder(options, opened, others)
+    except OSError as error:
+        sys.exit(f"kv: {wanted.load.model} is not kept: no process can hold it: {error.strerror}")
     model = holder.model(opened)
     return (model, holder) if model else sys.exit(1)

@@ -9,6 +9,7 @@ TYPE_CHECKING = False  # typing itself takes milliseconds, and `kv` starts here
 if TYPE_CHECKING:
     from typing import Any
 
+NOBODY = -1
 started_with: dict[str, str] = {}  # the environment before anything of ours was set in it
 
 
@@ -17,7 +18,7 @@ class Forked:
 
     `key`: of the model that is kept (see `places.key`). `kept`: its `LoadedModel`, or `HeldModel`. `request`:
     what came from the caller, to be handed on; None = there is no caller. `conn`: the socket to the caller.
-    `control`: a pipe to the process that keeps the model. `parent`: the process that started the caller.
+    `control`: a pipe to the process that keeps the model, or NOBODY. `parent`: the process that started the caller.
     """
 
     def __init__(self, key: str, kept: "Any", request: "Any", conn: "Any", control: int, parent: int) -> None:

@@ -18,6 +18,8 @@ import tiny
 from conftest import PACKAGE_ROOT, KvHere
 from staying import Staying, children, is_alive, until
 
+from kvcli.runtime.plan.overheads import assumed_bytes
+
 pytestmark = pytest.mark.slow
 MODEL = tiny.path_of("gemma3")
 RUN = ("run", "-m", str(MODEL), "--raw", "--no-cache", "-s", "7", "--device", "cpu")
@@ -25,9 +27,10 @@ LONG = (*RUN, "--jsonl", "--ignore-eos", "-n", "40", "Pack my box")
 # What every process of `kv` begins with: models in plain torch are kept, and held. Who takes one is written down.
 ALTERED = """
 import os
+from dataclasses import replace
 from kvcli.cli import keeping
 from kvcli.errors import NotTaken
-from kvcli.keepalive import kept
+from kvcli.keepalive import holder, kept
 from kvcli.runtime.engine.held import HeldModel
 
 def decoder(self, *given):
@@ -37,7 +40,11 @@ def decoder(self, *given):
         file.write(f"{{os.getpid()}} {{self.holder}}\\n")
     return own(self, *given)
 
+def said(loaded):
+    return replace(told(loaded), gpu_bytes=1 << 60)
+
 own, HeldModel.decoder = HeldModel.decoder, decoder
+told, holder._told = holder._told, said
 keeping._reason_against = lambda loaded: ""
 kept.is_held = lambda wanted: True
 """
@@ -135,6 +142,14 @@ def test_the_keeper_has_one_thread_and_the_holder_nothing_of_it(holding: Holding
     assert "\nThreads:\t1\n" in Path(f"/proc/{keeper}/status").read_text()
     held = [os.readlink(f"/proc/{holder}/fd/{n}") for n in os.listdir(f"/proc/{holder}/fd")]
     assert not [each for each in held if each.endswith(".lock") or each.startswith("socket:")]
+
+
+def test_a_command_that_does_not_fit_under_its_own_limit_ends_nothing(holding: Holding) -> None:
+    limit = str(assumed_bytes("cpu") + (250 << 20))
+    before = holding.about["answered"]
+    code, _, err = holding.run(*RUN, "--vram-limit", limit, "-c", "10000000", "a")
+    assert code == 4 and b"a context of 10,000,000 needs" in err
+    assert until(lambda: holding.about["answered"]) == before + 1 and is_alive(holding.holder)
 
 
 # The last ones: they end the processes.

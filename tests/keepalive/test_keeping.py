@@ -21,6 +21,7 @@ import tiny
 from conftest import KvHere
 
 from kvcli.cli import keeping
+from kvcli.cli.invocation import Invocation
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.keepalive import (
     client,
@@ -28,6 +29,7 @@ from kvcli.keepalive import (
     forkedcommand,
     host,
     inheritance,
+    kept,
     pressure,
     socketfolder,
     spawn,
@@ -37,6 +39,7 @@ from kvcli.keepalive import (
 from kvcli.keepalive.forkedcommand import Request
 from kvcli.options import ChatOptions, LoadOptions, LoraOption
 from kvcli.runtime.engine import loaded
+from kvcli.runtime.engine.held import HeldModel
 from kvcli.runtime.host.device import Device
 from kvcli.runtime.host.memory import Memory
 from kvcli.runtime.plan.overheads import assumed_bytes
@@ -414,6 +417,24 @@ def test_nobody_makes_room_below_a_limit(
     assert len(asked) == helps and min(asked, default=1) > 0
 
 
+@pytest.mark.parametrize(
+    ("missing", "commands", "ends"), [(300, 1, True), (301, 1, False), (0, 1, False), (300, 2, False)]
+)
+def test_what_holds_a_model_is_ended_where_it_is_enough(
+    missing: int, commands: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are in the plan of a command that takes them."""
+    there, conn = {"commands": commands, "gpu_bytes": 1000}, socket.socket()
+    monkeypatch.setattr(keeping, "ask", lambda name, kind: (there, conn))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        held: Any = HeldModel(None, process.pid, "cuda:0", b"", 700)  # type: ignore[arg-type]
+        monkeypatch.setattr(thisprocess, "forked", thisprocess.Forked("key", held, None, None, thisprocess.NOBODY, 1))
+        found = keeping.let_go(DoesNotFit("too large", "", missing), Invocation())
+        assert (found, thisprocess.forked.kept is None, process.poll() is not None) == (ends,) * 3
+        process.kill()
+    assert conn.fileno() == -1
+
+
 def test_a_lock_says_nothing_of_who_had_it_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     name = f"{socketfolder.kind()}-a{socketfolder.SOCKET}"
@@ -482,3 +503,40 @@ def test_an_end_while_the_model_warms_up_is_quiet(tmp_path: Path, monkeypatch: p
         except BaseException:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_a_model_answers_while_it_warms_up_is_told_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV_YIELD_VRAM is said to every command, and what this one says is what it imports."""
+    from kvcli.cli import main
+
+    def run(words: list[str]) -> int:
+        assert thisprocess.forked
+        thisprocess.forked.tell("yield 4G")
+        return 0
+
+    warming: Any = SimpleNamespace(
+        wanted=SimpleNamespace(path=tmp_path, key=""),
+        loaded=SimpleNamespace(text=SimpleNamespace(template="x"), device="cpu"),
+        holder=None,
+        _stamps=list,
+    )
+    monkeypatch.setattr(main, "command_of", lambda name: None)
+    monkeypatch.setattr(main, "prepared", {})
+    monkeypatch.setattr(main, "run_command", run)
+    host.Host.warm_up(warming)
+    assert warming.stamps == []
+
+
+def test_a_process_that_cannot_be_forked_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    path = tiny.make("gemma3").path
+    load = LoadOptions(str(path), device="cpu")
+    monkeypatch.setattr(kept, "Holder", refuse)
+    monkeypatch.setattr(kept, "is_held", lambda wanted: True)
+    with pytest.raises(SystemExit) as ended:
+        kept.load(spawn.Wanted(path, load, "key", 60.0, "cuda:0"), ())
+    assert ended.value.code == f"kv: {path} is not kept: no process can hold it: Too many open files"
