@@ -238,8 +238,7 @@ def _answer(
     from kvcli.runtime.engine.scheduler import Scheduler
 
     scheduler, asked = Scheduler(engine, parallel), dict[int, _Asked]()  # by request
-    left, began, tokens = iter(answers.missing), time.perf_counter(), 0
-    made = 0
+    left, began, made, tokens = iter(answers.missing), time.perf_counter(), 0, 0
     interrupts.stage = FINISH
     with render.Progress(invocation, unit="lines") as progress:
         while not interrupts.cancelled():

@@ -39,7 +39,8 @@ _ALLOCATOR = "expandable_segments:False,max_split_size_mb:32"
 
 @dataclass(frozen=True)
 class Told:
-    """What it says when the model is loaded: `held` less what its parent knows, and what it takes of which GPU."""
+    """What it says when the model is loaded: what its parent does not know of the `HeldModel`, and what it takes of
+    which GPU."""
 
     device: str
     described: bytes

@@ -93,7 +93,9 @@ class LoadedModel:
         self.adapters = adapter.open_all(load.lora, self.file)
         self.lora_names = [f"{os.path.abspath(each.path)}:{each.scale:g}" for each in load.lora]  # as --lora takes them
         self.device = self._choose(load)
-        if isinstance(kept, HeldModel) and kept.device == str(self.device):
+        if isinstance(kept, HeldModel) and kept.device != str(self.device):
+            kept = None
+        if isinstance(kept, HeldModel):
             self.opened.cards = kept.beside(self.opened.cards)
         self.exact = load.exact and self.device.kind == CUDA
         self.grain = 1  # rows are computed in blocks of so many, so that none depends on another one
@@ -233,7 +235,6 @@ class LoadedModel:
     ) -> None:
         torch.set_num_threads(1)  # what is left to torch is too little to share: a token's sampling takes longer by two
         sent = None if upload is None or self.device.kind == CPU else partial(self._sent, upload)
-        held = kept if isinstance(kept, HeldModel) and kept.device == str(self.device) else None
         loaded = kept if isinstance(kept, LoadedModel) and kept.backend == ops.name else None
         same = loaded if loaded and loaded.config == self.config else None
         self.backend, self.weights = ops.name, same.weights if same else Weights(self.file, self.adapters, sent)
@@ -243,8 +244,8 @@ class LoadedModel:
         if doubt:
             self.doubts.append(doubt)
             self._note(doubt)
-        if held is not None:
-            self.decoder = held.decoder(self.config, self.weights, ops)
+        if isinstance(kept, HeldModel):
+            self.decoder = kept.decoder(self.config, self.weights, ops)
         else:
             self.decoder = same.decoder if same else load_model(self.config, self.weights, ops)
         if self.device.kind == CPU:
