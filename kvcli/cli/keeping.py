@@ -135,7 +135,7 @@ def ask(name: str, kind: bytes) -> tuple[dict[str, Any], _socket.socket] | None:
 def processes() -> list[tuple[str, dict[str, Any]]]:
     """The sockets of processes that keep models, and what they are; of any version of kv."""
     found = []
-    for name in socketfolder.sockets():
+    for name in dict.fromkeys((*socketfolder.beginning(), *socketfolder.sockets())):  # some may begin meanwhile
         if asked := ask(name, wire.STATUS):
             found.append((name, asked[0]))
             asked[1].close()
@@ -145,10 +145,12 @@ def processes() -> list[tuple[str, dict[str, Any]]]:
 
 
 def _silent(name: str) -> dict[str, Any] | None:
-    """What the process of that socket is, which does not answer: somebody has stopped it; None = there is none."""
+    """What the process of that socket is, which does not answer: it has just begun, or somebody has stopped it; None =
+    there is none."""
     with suppress(OSError, ValueError):
         about: dict[str, Any] = json.loads(socketfolder.owner(name))
-        return about | {"state": socketfolder.SILENT, "memory_bytes": held_bytes(about["pid"])}
+        state = socketfolder.SILENT if name in socketfolder.sockets() else socketfolder.STARTING
+        return about | {"state": state, "memory_bytes": held_bytes(about["pid"])}
     return None
 
 

@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvcli
 from kvcli import environment, startup
-from kvcli.keepalive import inheritance, kept, pressure, socketfolder, thisprocess, wire
+from kvcli.keepalive import inheritance, kept, pressure, socketfolder, spawn, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
 from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors, become, moved, open_streams
 from kvcli.keepalive.holder import Holder
@@ -35,23 +34,19 @@ if TYPE_CHECKING:
 LOOK_S = 2.0  # between looks at whether there is a reason to leave
 
 
-def main() -> None:
-    """Keep the model that stdin names; in a process that was forked for a command, do that."""
+def main(lock: int) -> None:
+    """Keep the model that stdin names, whose `lock` this process has; in one that was forked for a command, do that."""
     thisprocess.started_with.update(os.environ)
     wanted: Wanted = pickle.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    lock = socketfolder.only_one(wanted.key)
-    if lock is None:
-        return
+    os.set_inheritable(lock, False)
     allow_descriptors()
     environment.prepare()
     startup.take_process()
     door = Door(f"{socketfolder.kind()}-{wanted.key}{socketfolder.SOCKET}")
-    about = partial(_about, wanted, os.getpid(), socketfolder.STARTING)
-    os.pwrite(lock, json.dumps(about()).encode(), 0)  # for those whom it does not answer
-    door.attend(about, lock)
+    door.attend(partial(_about, wanted, os.getpid(), socketfolder.STARTING), lock)
     host = Host(wanted, *kept.load(wanted, {lock, *door.numbers}), lock, door)
     host.warm_up()
     host.listen()
@@ -63,21 +58,7 @@ def main() -> None:
 
 def _about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
     """What `kv ps` shows of process `pid` before it was asked anything."""
-    return {
-        "model": wanted.load.model,
-        "path": str(wanted.path),
-        "pid": pid,
-        "state": state,
-        "device": wanted.device,
-        "memory_bytes": held_bytes(pid),
-        "gpu_bytes": 0,
-        "gpu_uuid": "",
-        "commands": 0,
-        "answered": 0,
-        "keep_alive_s": None if wanted.keep_s == FOREVER else wanted.keep_s,
-        "left_s": None,
-        "version": kvcli.__version__,
-    }
+    return spawn.about(wanted, pid, state) | {"memory_bytes": held_bytes(pid)}
 
 
 @dataclass
@@ -224,6 +205,7 @@ class Host:
     def leave(self) -> None:
         """Take no more commands."""
         if self.listener is not None:
+            os.truncate(self.lock, 0)  # it is no more to be found
             self.door.remove()
             self.listener.close()
             self.listener = None
@@ -247,8 +229,8 @@ class Host:
                 return
             if kind == wire.HANDED and fds:
                 self._take(fds, body)
+                fds = []  # they are the command's, also where nobody waits for the answer any more
                 wire.send(conn, wire.TOLD)
-                fds = []
             if kind in (wire.STATUS, wire.STOP):
                 wire.send(conn, wire.TOLD, json.dumps(self.as_object()).encode())
             if kind == wire.STOP:

@@ -72,6 +72,14 @@ def sockets(of_kind: str = "") -> "list[str]":
     return [name for _, name in sorted(found)]
 
 
+def beginning() -> "list[str]":
+    """Names of the sockets that processes will have which have just begun: of these there are only the locks."""
+    place = folder()
+    there = set(os.listdir(place)) if is_private(place) else set()
+    names = [f"{each.removesuffix(LOCK)}{SOCKET}" for each in there if each.endswith(LOCK)]
+    return sorted(name for name in names if name not in there)
+
+
 def reached(name: str) -> "tuple[str, int]":
     """A path of that socket that is short enough for any folder, and the descriptor that is to be closed behind it."""
     place = os.open(folder(), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

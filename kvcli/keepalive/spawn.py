@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import kvcli
 from kvcli import paths
 from kvcli.errors import UsageError
-from kvcli.keepalive import socketfolder, thisprocess, wire
+from kvcli.keepalive import socketfolder, thisprocess
 from kvcli.options import MODELS_OWN, LoadOptions
 
 FOREVER = -1.0
@@ -65,26 +66,57 @@ class Wanted:
     yield_vram: str = ""
 
 
+def about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
+    """What `kv ps` shows of process `pid` before it was asked anything, less its memory."""
+    return {
+        "model": wanted.load.model,
+        "path": str(wanted.path),
+        "pid": pid,
+        "state": state,
+        "device": wanted.device,
+        "memory_bytes": 0,
+        "gpu_bytes": 0,
+        "gpu_uuid": "",
+        "commands": 0,
+        "answered": 0,
+        "keep_alive_s": None if wanted.keep_s == FOREVER else wanted.keep_s,
+        "left_s": None,
+        "version": kvcli.__version__,
+    }
+
+
 def start(wanted: Wanted) -> None:
-    """Start the process, if there is none yet, and wait for nothing. What it has to say goes into the log. OSError."""
-    environment = thisprocess.started_with or dict(os.environ)
-    socketfolder.make()
-    with suppress(OSError):
-        wire.connect(f"{socketfolder.kind()}-{wanted.key}{socketfolder.SOCKET}").close()
+    """Start the process, if there is none yet, and wait for nothing. What it has to say goes into the log. OSError.
+
+    It gets its lock from here, so that it can be found, and ended, from its beginning on.
+    """
+    lock = socketfolder.only_one(wanted.key)
+    if lock is None:
         return
+    try:
+        os.pwrite(lock, json.dumps(about(wanted, _started(wanted, lock), socketfolder.STARTING)).encode(), 0)
+    finally:
+        os.close(lock)
+
+
+def _started(wanted: Wanted, lock: int) -> int:
+    """The process, which has the lock, too. Raises OSError."""
+    environment = thisprocess.started_with or dict(os.environ)
     root = str(Path(kvcli.__file__).resolve().parent.parent)
     code = (
-        f"import sys; sys.path[: not sys.flags.safe_path] = [{root!r}]; from kvcli.keepalive.host import main; main()"
+        f"import sys; sys.path[: not sys.flags.safe_path] = [{root!r}];"
+        f"from kvcli.keepalive.host import main; main({lock})"
     )
     with open(log_file(), "ab") as log:
         process = subprocess.Popen(
             [sys.executable, *_options(), "-c", code], stdin=subprocess.PIPE, stdout=log, stderr=log, cwd="/",
-            env=environment, start_new_session=True,
+            env=environment, start_new_session=True, pass_fds=(lock,),
         )  # fmt: skip
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(pickle.dumps(wanted))
     process.returncode = 0  # nobody waits for it: no warning that it still runs
+    return process.pid
 
 
 def _options() -> list[str]:

@@ -184,11 +184,13 @@ def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> host.Host:
     model = tmp_path / "m.gguf"
     model.write_bytes(b"model")
     there: Any = SimpleNamespace(file=SimpleNamespace(paths=(model,)), device="cpu")
+    lock = socketfolder.only_one("key")
+    assert lock is not None
     made = host.Host(
         spawn.Wanted(model, LoadOptions(str(model)), "key", 60.0, "cpu"),
         there,
         None,
-        -1,
+        lock,
         door.Door(f"{socketfolder.kind()}-key{socketfolder.SOCKET}"),
     )
     made.stamps = made._stamps()
@@ -263,6 +265,22 @@ def test_a_command_is_handed_on_once_the_other_process_has_taken_it(ack: bool, i
     for each in (ours, theirs):
         each.close()
     asked.close()
+    idle.leave()
+
+
+def test_a_command_keeps_its_descriptors_where_who_handed_it_on_is_gone(idle: host.Host) -> None:
+    ours, theirs = socket.socketpair()
+    begun: list[socket.socket] = []
+    idle._run = lambda conn, caller, request: (begun.append(conn), request.close())  # type: ignore[assignment, func-returns-value, misc]
+    asking, folder = wire.connect(idle.door.name), os.open(".", os.O_PATH)
+    wire.send(asking, wire.HANDED, marshal.dumps(([], {}, [])), [theirs.fileno(), folder])
+    asking.close()
+    idle._accept()
+    wire.send(begun[0], wire.DONE, b"0")
+    assert wire.receive(ours)[:2] == (wire.DONE, b"0")
+    for each in (ours, theirs, *begun):
+        each.close()
+    os.close(folder)
     idle.leave()
 
 
@@ -465,6 +483,22 @@ def test_who_asks_for_an_owner_keeps_nobody_from_being_it(tmp_path: Path, monkey
     finally:
         over.set()
         asking.join()
+
+
+def test_a_process_is_found_and_ended_from_its_beginning_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(thisprocess, "started_with", {})
+    monkeypatch.setattr(
+        spawn, "_options", lambda: ["-c", "import time; time.sleep(60)"]
+    )  # long before its door is there
+    for _ in range(2):
+        spawn.start(spawn.Wanted(tmp_path / "m.gguf", LoadOptions("m"), "key", 60.0, "cpu"))
+    [(name, about)] = keeping.processes()
+    assert (about["model"], about["state"]) == ("m", "starting")
+    assert keeping.stop(name) is not None
+    assert os.waitstatus_to_exitcode(os.waitpid(about["pid"], 0)[1]) == -signal.SIGTERM
+    assert keeping.processes() == []
 
 
 def test_what_is_said_where_no_model_is_loaded(kv_here: KvHere, monkeypatch: pytest.MonkeyPatch) -> None:
