@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from kvcli import paths
 from kvcli.cli import engines, inputs, jsonobjects, keeping, render
 from kvcli.cli.answer import settle
-from kvcli.cli.batchlines import Form, Line, value_id
+from kvcli.cli.batchlines import SHAPE, Form, Line, value_id
 from kvcli.cli.interrupt import FINISH, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.report import end_objects, sampling_object
@@ -129,6 +130,12 @@ class Answers:
         return hashlib.sha256(self._lines[number].strip()).hexdigest()[:16]
 
 
+def _same_file(one: str, other: str) -> bool:
+    with suppress(OSError):
+        return os.path.samefile(one, other) and os.path.isfile(one)
+    return False
+
+
 def _is_object(line: bytes) -> bool:
     with suppress(ValueError):
         return isinstance(json.loads(line), dict)
@@ -194,15 +201,18 @@ def run(
     """Answer all lines -> the exit code. Raises KVError for what has nothing to do with a single line."""
     if cache.evict.keep == -1:
         raise UsageError("--keep -1 cannot be used with --batch: prompts have different lengths", "give a number")
+    if batch.target is not None and _same_file(batch.source, batch.target):
+        raise UsageError(f"-o {batch.target} is the file of --batch itself", "name another file for the answers")
     tell = render.telling(invocation)
     data = (
         inputs.stdin_bytes(tell, most=inputs.LIST_BYTES)
         if batch.source == "-"
         else inputs.file_bytes(batch.source, inputs.LIST_BYTES)
     )
+    data = data.removeprefix(codecs.BOM_UTF8)
     lines = {number: raw for number, raw in enumerate(data.splitlines(), 1) if raw.strip()}
     if not lines:
-        raise UsageError(f"{batch.source} has no lines", 'each is {"prompt": "..."} or {"messages": [...]}')
+        raise UsageError(f"{batch.source} has no lines", SHAPE)
     answers, total = Answers(batch.target, batch.source, lines), len(lines)
     if answers.done:
         again = f"trying {counted(answers.failed, 'line')} with an error again" if answers.failed else ""

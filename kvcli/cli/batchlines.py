@@ -26,6 +26,7 @@ SAMPLING = (
     *("logit_bias", "ignore_eos", "loop_stop", "spec"),
 )
 THINKING = ("reasoning", "reasoning_budget")
+SHAPE = 'each line is {"prompt": "..."} or {"messages": [...]}'
 KEYS = ("prompt", "messages", "id", *THINKING, *SAMPLING)
 
 
@@ -62,7 +63,7 @@ class Line:
     @classmethod
     def parse(cls, raw: bytes, number: int, form: Form) -> Line:
         """Raises UsageError; its `id` is that of the line as far as that is known."""
-        value = load_object(raw, f"line {number}", UsageError)
+        value = load_object(raw, f"line {number}", UsageError, SHAPE)
         value = {key: each for key, each in value.items() if each is not None}
         for key in value:
             if key not in KEYS:

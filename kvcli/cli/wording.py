@@ -30,7 +30,7 @@ _SAME = """
 attend backend bandwidth budget chat_template device dry_allowed_length dry_base dry_multiplier dry_penalty_last_n
 evict exact frequency_penalty gpu grammar keep logit_bias logprobs lora margin min_p model offline page_size
 prefill_sparse prefill_sparse_from presence_penalty quantize raw reasoning reasoning_budget repeat_last_n repeat_penalty
-seed spec stop strict_repeat threads top_k top_p window
+seed spec stop strict_repeat threads tools top_k top_p window
 """
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | _OTHER
 

@@ -39,7 +39,9 @@ _KINDS = {
 }  # fmt: skip
 _WRONG = re.compile(r"Expected (?P<wanted>.+?)(?:, got `(?P<got>\w+)`)?(?: - at (?P<path>`.+`))?")
 
-_MISSING = re.compile(r"Object missing required field `(?P<key>.+?)`(?: - at `\$\.?(?P<path>.+)`)?")
+_KEY = re.compile(
+    r"Object (?P<what>contains unknown|missing required) field `(?P<key>.+?)`(?: - at `\$\.?(?P<path>.+)`)?"
+)
 
 
 def _told(problem: str) -> str:
@@ -47,9 +49,12 @@ def _told(problem: str) -> str:
 
     >>> _told("Expected `str | array | null`, got `int` - at `$.stop`"), _told("Expected `int` >= 1 - at `$.n`")
     ('`stop` must be a text or a list, not an integer', '`n` must be an integer >= 1')
+    >>> _told("Object contains unknown field `seeds` - at `$.options`")
+    '`options.seeds` is unknown'
     """
-    if missing := _MISSING.fullmatch(problem):
-        return f"`{missing['path'] + '.' if missing['path'] else ''}{missing['key']}` is missing"
+    if key := _KEY.fullmatch(problem):
+        path = key["path"] + "." if key["path"] else ""
+        return f"`{path}{key['key']}` is {'missing' if key['what'] == 'missing required' else 'unknown'}"
     if not (found := _WRONG.fullmatch(problem)):
         return problem.replace("`$.", "`")
     kinds = re.search("`(.+?)`", found["wanted"])

@@ -167,6 +167,23 @@ def test_failed_lines_of_an_earlier_run_are_tried_again(
     assert out.read_bytes().splitlines()[2:] == [line.strip() for line in second[2:]]
 
 
+def test_a_file_is_not_its_own_answers(kv_here: KvHere, words: tuple[str, ...], tmp_path: Path) -> None:
+    file, link = write(tmp_path / "in.jsonl", *PROMPTS[:2]), tmp_path / "link.jsonl"
+    link.symlink_to(file)
+    before = file.read_bytes()
+    for out in (file, link):
+        code, _, err = kv_here(*words, "--batch", str(file), "-o", str(out))
+        assert code == 2 and f"-o {out} is the file of --batch itself" in err and file.read_bytes() == before
+
+
+def test_a_file_of_an_editor_that_marks_its_beginning(kv_here: KvHere, words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(PROMPTS[8]).encode() + b"\r\nno JSON\r\n")
+    code, out, _ = kv_here(*words, "--batch", str(file))
+    answer, wrong = objects(out)
+    assert code == 1 and answer["text"] and wrong["error"]["hint"].startswith('each line is {"prompt": ')
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

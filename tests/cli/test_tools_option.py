@@ -69,9 +69,10 @@ def test_several_answers_have_calls_of_their_own(ask: Callable[..., Outcome]) ->
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (("--chat-template", "plain.jinja", "x"), "takes no tools"),
+        (("--chat-template", "plain.jinja", "x"), "takes no tools\n  give another template (--chat-template)"),
         (("--tools", "-", "-f", "-"), "--tools - and -f - cannot be used together"),
         (("--tools", "[5]", "x"), "must be a function"),
+        (("--tools", "{}", "x"), "--tools must be a list of tools"),
         (("--tools", "{", "x"), "--tools is not JSON"),
         (("--raw", "x"), "--tools needs a chat template"),
         ((*HERMES, "--tool-choice", "nobody"), "no tool 'nobody'"),

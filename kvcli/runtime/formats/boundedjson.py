@@ -11,12 +11,13 @@ from kvcli.errors import KVError, ModelError
 MAX_BRACKETS = 1 << 20
 MAX_COMMAS = 1 << 22
 MAX_DOCUMENT_BYTES = 32 << 20  # of indexes and file lists
+DAMAGED = "the file is damaged, or is not what its name says"
 _INT_DIGITS = 20  # 2^64 - 1 has twenty
 _MAX_DIGITS = 40  # int(1e30), which tokenizer_config.json has for "no limit", has 31
 
 
-def load_object(raw: bytes, label: str, error: type[KVError] = ModelError) -> dict[str, Any]:
-    """The JSON object in `raw`, of which `label` is the name in messages.
+def load_object(raw: bytes, label: str, error: type[KVError] = ModelError, hint: str = DAMAGED) -> dict[str, Any]:
+    """The JSON object in `raw`, of which `label` is the name in messages; `hint`: what to do where it is none.
 
     Raises `error` for anything but one well-formed UTF-8 object without repeated keys, with fewer than
     MAX_BRACKETS arrays and objects and MAX_COMMAS values, and integers of at most forty digits. Those of more than
@@ -24,7 +25,7 @@ def load_object(raw: bytes, label: str, error: type[KVError] = ModelError) -> di
     """
 
     def refuse(what: str) -> KVError:
-        return error(f"{label} {what}", "the file is damaged, or is not what its name says")
+        return error(f"{label} {what}", hint)
 
     # Brackets and commas inside strings count, too: that errs on the safe side, far from real documents.
     if raw.count(b"{") + raw.count(b"[") > MAX_BRACKETS or raw.count(b",") > MAX_COMMAS:

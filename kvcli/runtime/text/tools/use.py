@@ -108,9 +108,7 @@ class ToolUse:
         form = form_of(template.tool_source) if template.takes_tools else None
         if form is None:
             what = "no tools" if not template.takes_tools else "tools, but writes calls in no form that kv knows"
-            raise UsageError(
-                f"the chat template of this model takes {what}", "another template can be given (`--chat-template`)"
-            )
+            raise UsageError(f"the chat template of this model takes {what}", "give another template (`chat_template`)")
         if missing := set(choice.names) - {tool.name for tool in tools}:
             raise UsageError(f"there is no tool {min(missing)[:80]!r} to be called")
         chosen = [tool for tool in tools if not choice.names or tool.name in choice.names]
