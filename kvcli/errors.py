@@ -71,7 +71,7 @@ class DoesNotFit(KVError):
         self.missing = missing
 
 
-class NotTaken(KVError):
+class NotTaken(DeviceError):
     """The driver does not let this process have the weights that another one holds on a GPU; they can be loaded."""
 
 
