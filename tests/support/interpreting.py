@@ -22,7 +22,7 @@ def hasten() -> None:
     tl.core._type_for_tuple_values = _remembered(tl.core._type_for_tuple_values)
     tl.core.block_type.__init__ = _made_once_a_shape(tl.core.block_type.__init__)
     tl.core.tensor.__init__ = _made_once_a_type(tl.core.tensor.__init__)
-    interpreter._get_np_dtype = _found_once_a_type(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = _asked_once_a_name(interpreter._get_np_dtype)
     dtype = tl.core.dtype
     dtype.__eq__ = _same_first(dtype.__eq__)
     for name in ("is_int", "is_int_signed", "is_int_unsigned", "is_floating", "kind"):
@@ -91,17 +91,6 @@ def _made_once_a_type(init: Any) -> Any:
     return made
 
 
-def _found_once_a_type(dtype_of: Any) -> Any:
-    known: dict[str, Any] = {}
-
-    def found(type: Any) -> Any:
-        if type.name not in known:
-            known[type.name] = dtype_of(type)
-        return known[type.name]
-
-    return found
-
-
 def _of_two_shapes(broadcast: Any) -> Any:
     """Tensors of one shape need no other."""
 
@@ -122,10 +111,10 @@ def _asked_once_a_name(question: Any) -> Any:
     """What the name of a type says."""
     known: dict[str, Any] = {}
 
-    def answer(self: Any) -> Any:
-        if self.name not in known:
-            known[self.name] = question(self)
-        return known[self.name]
+    def answer(type: Any) -> Any:
+        if type.name not in known:
+            known[type.name] = question(type)
+        return known[type.name]
 
     return answer
 
