@@ -17,6 +17,7 @@ import triton
 from triton.runtime.cache import triton_key
 
 from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.launching import hash_kernel
 
 FOLDER = "kv"
 
@@ -32,8 +33,9 @@ def hash_all() -> None:
     triton_key()
     package = __name__.rpartition(".")[0]
     modules = [module for name, module in sys.modules.items() if name.startswith(package)]
-    for kernel in {x for module in modules for x in vars(module).values() if isinstance(x, triton.JITFunction)}:
-        kernel.cache_key  # noqa: B018  # it keeps it
+    for value in [value for module in modules for value in vars(module).values()]:
+        if isinstance(value, triton.JITFunction):
+            hash_kernel(value)
 
 
 def mark_of(device: torch.device, *facts: object) -> Path:

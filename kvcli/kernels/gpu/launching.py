@@ -1,4 +1,8 @@
-"""Launching kernels, or collecting what would be launched so that all of it can be compiled at once (`forked.py`)."""
+"""Launching kernels, or collecting what would be launched so that all of it can be compiled at once (`forked.py`).
+
+Triton finds what it compiled before by the kernel's hash. Before 3.9 that depends on whether the functions that a kernel
+calls were hashed before it: in another order, all is compiled again. So they always are.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ _collected: ContextVar[set[Variant] | None] = ContextVar("collected", default=No
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """What launches the kernel over the grid when it is called with the kernel's arguments."""
+    if getattr(kernel, "hash", "") is None:  # kernels that are interpreted have none
+        hash_kernel(kernel)
     collected = _collected.get()
     if collected is None:
         return kernel[grid]
@@ -47,6 +54,16 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
         collected.add(Variant(kernel, tuple(kept), tuple(options.items())))
 
     return collect
+
+
+def hash_kernel(kernel: Any, callers: tuple[Any, ...] = ()) -> None:
+    """Hash it, and before it the functions that it calls, but not `callers`. No card is asked anything."""
+    if kernel.hash is None:
+        callers = *callers, kernel
+        for called in map(kernel.fn.__globals__.get, kernel.fn.__code__.co_names):
+            if isinstance(called, triton.JITFunction) and not any(called is each for each in callers):
+                hash_kernel(called, callers)
+        kernel.cache_key  # noqa: B018  # it keeps it
 
 
 @contextmanager
