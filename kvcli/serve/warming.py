@@ -117,13 +117,13 @@ def _graphs(engine: Engine) -> StepGraph | None:
 
 def _rounds(engine: Engine, parallel: int) -> list[tuple[int, int]]:
     """Rows of each prompt, and how many there are: one alone first, then as many answers as graphs have rows, then
-    prompts that are read in one pass. Long prompts come first: graphs of shorter ones fit into their memory."""
+    prompts that are read in one pass. Most rows come first: graphs of fewer fit into their memory."""
     longest = min(engine.ctx_size - TOKENS - 1, engine.ubatch)
     steps = _graphs(engine)
     prompts = [(rows, 1) for rows in (steps.sizes[::-1] if steps else ()) if rows <= longest]
     if engine.one_by_one:
         return prompts
     counts = [min(parallel, rows) for i, rows in enumerate(BATCH_ROWS) if i == 0 or BATCH_ROWS[i - 1] < parallel]
-    found = prompts + [(LEAST_ROWS, count) for count in counts if count > 1]
-    several = (each for each in graphs.steps(engine.layout, parallel) if each[1] > 1)
-    return found + sorted((each for each in several if (each[0], 1) in prompts), key=lambda each: -each[0])
+    several = [(LEAST_ROWS, count) for count in counts if count > 1]
+    joined = [(rows, n) for rows, n in graphs.steps(engine.layout, parallel) if n > 1 and rows * n <= engine.ubatch]
+    return prompts + several + sorted((x for x in joined if (x[0], 1) in prompts), key=lambda x: -x[0] * x[1])

@@ -18,7 +18,7 @@ from kvcli.runtime.config import LATENT, RECURRENT, ModelConfig, RopeConfig
 from kvcli.runtime.engine.graph import batchgraph, pages, stepgraph
 from kvcli.runtime.engine.graph.nexttoken import NextToken
 from kvcli.runtime.model.rope import RopeTables
-from kvcli.runtime.plan import footprint, graphs
+from kvcli.runtime.plan import graphs
 
 META = torch.device("meta")
 CONTEXT = 20000
@@ -40,7 +40,7 @@ def made(model: SimpleNamespace, layout: KVLayout, at_once: int) -> list[object]
     for rows in steps.sizes:
         steps._of(rows, 1)
         for count in graphs.TOGETHER:
-            if plain and count <= at_once and rows * count <= footprint.STEP_ROWS[-1]:
+            if plain and count <= at_once and rows * count <= graphs.TOGETHER_ROWS:
                 steps._of(rows, count)
     sizes = [n for i, n in enumerate(graphs.BATCH_ROWS) if i == 0 or graphs.BATCH_ROWS[i - 1] < at_once]
     batches = [batchgraph.BatchGraph(model, layout, CONTEXT, n) for n in sizes if at_once > 1]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcli.runtime.engine.nextrows import dealt, wanted
+from kvcli.runtime.engine.nextrows import Turns, dealt, wanted
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ def rows(work: Any) -> list[int]:
         ([0], [1, 1], True, [0, 1, 1]),
         ([], [1, 1], True, [1, 1]),
         ([30, 500, 30], [], True, [30, 500, 30]),
+        ([400] * 3, [], True, [400, 400]),
     ],
 )
 def test_whose_rows_come_next(prompts: list[int], answers: list[int], first: bool, found: list[int]) -> None:
@@ -47,6 +48,13 @@ def test_whose_rows_come_next(prompts: list[int], answers: list[int], first: boo
     assert rows(wanted(requests, 4096, 1024, first)) == [n for n in found if n]
     everything = wanted(requests, 4096, math.inf, False)
     assert sum(rows(everything)) == min(4096, sum(prompts) + sum(answers))
+
+
+def test_as_many_as_a_graph_reads_come_at_once() -> None:
+    requests: Any = [Wants(400) for _ in range(6)]
+    for joined, found in ((set(), 2), ({(512, 4), (64, 8)}, 4), ({(64, 8)}, 2)):
+        assert len(Turns().of(requests, 4096, True, SimpleNamespace(joined=joined))) == found  # type: ignore[arg-type]
+    assert len(Turns().of(requests, 4096, False)) == 6
 
 
 def test_prompts_of_which_there_is_a_graph_are_read_together() -> None:

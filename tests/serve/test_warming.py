@@ -76,7 +76,7 @@ def test_every_number_of_answers_is_there_once(monkeypatch: pytest.MonkeyPatch) 
             engine.pool.check([])
     assert {1, 2, 4, 6} <= set(batches.seen) and {16, 32, 4, 8, 12} <= set(rows)
     graphs: Any = engine.steps
-    assert graphs.joined == {(16, 4), (32, 4)} and graphs.seen == [4, 4]
+    assert graphs.joined == {(16, 2), (16, 4), (32, 2), (32, 4)} and graphs.seen == [4, 4, 2, 2]
     assert len(told) == 1 and told[0].startswith("ready for 6 answers at a time")
     engine.pool.check([])
 

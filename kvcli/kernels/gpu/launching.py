@@ -1,7 +1,7 @@
 """Launching kernels, or collecting what would be launched so that all of it can be compiled at once (`forked.py`).
 
-Triton finds what it compiled before by the kernel's hash. Before 3.9 that depends on whether the functions that a kernel
-calls were hashed before it: in another order, all is compiled again. So they always are.
+Triton finds what it compiled before by the kernel's hash. Before 3.9 that depends on whether the functions that a
+kernel calls were hashed before it: in another order, all is compiled again. So they always are.
 """
 
 from __future__ import annotations

@@ -246,11 +246,11 @@ class Engine:
         failure of a request alone is its `error`.
         """
         gpu = self.device.kind == CUDA
-        work = self.turns.of(requests, budget or self.ubatch, gpu)
+        steps = None if isinstance(self.steps, StepList) else self.steps
+        work = self.turns.of(requests, budget or self.ubatch, gpu, steps)
         if not gpu:
             self._compute(work)
         else:
-            steps = None if isinstance(self.steps, StepList) else self.steps
             for some in dealt(self.batches.step(work) if self.batches else work, steps):
                 request, ids = some[0]
                 if len(some) == 1 and request.pull():

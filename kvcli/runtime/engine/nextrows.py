@@ -31,7 +31,8 @@ def notes(seq: Rows) -> bool:
 def wanted(requests: Sequence[Request], budget: int, enough: float, prompts: bool) -> Work:
     """The next rows of requests, at most `budget` in all: answers come first; `prompts` alone, where there are any.
 
-    `enough`: rows of several prompts; who comes behind so many has a step sooner than all would be done.
+    `enough`: rows of several prompts, each up to a power of two, as graphs have them; who comes behind so many has a
+    step sooner than all would be done.
     """
     work, read, count = list[tuple["Request", list[int]]](), 0, 0
     for request in sorted(requests, key=lambda each: each.answering == prompts):
@@ -40,7 +41,7 @@ def wanted(requests: Sequence[Request], budget: int, enough: float, prompts: boo
         if ids := request.wants(budget):
             work.append((request, ids))
             budget -= len(ids)
-            read, count = (read, count) if request.answering else (read + len(ids), count + 1)
+            read, count = (read, count) if request.answering else (read + (1 << (len(ids) - 1).bit_length()), count + 1)
     return work
 
 
@@ -50,11 +51,12 @@ class Turns:
     def __init__(self) -> None:
         self._answered_s = 0.0
 
-    def of(self, requests: Sequence[Request], budget: int, gpu: bool) -> Work:
+    def of(self, requests: Sequence[Request], budget: int, gpu: bool, steps: StepGraph | None = None) -> Work:
         """See `wanted`. On a GPU prompts come first, but answers do not stand still for longer than READING_S and a
-        step."""
+        step. `steps`: what reads several prompts in one pass there."""
         now = time.monotonic()
-        enough = STEP_ROWS[-1] if gpu else math.inf  # in one pass, or one after the other in a step
+        together = max((rows * count for rows, count in steps.joined), default=0) if steps else 0
+        enough = max(together, STEP_ROWS[-1]) if gpu else math.inf
         prompts = gpu and now < self._answered_s + READING_S
         work = wanted(requests, budget, enough, prompts)
         if any(request.answering for request, _ in work) or not any(request.answering for request in requests):

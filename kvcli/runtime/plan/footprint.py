@@ -226,16 +226,16 @@ def _angle_bytes(config: ModelConfig, rows: int) -> int:
     return rows * (sum(4 * r.dim for r in ropes) + 8 * max((r.dim for r in ropes), default=0))
 
 
-def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1) -> int:
-    """The most that a GPU needs besides weights and cache for steps of `rows` tokens, or for a decoded one.
-    `queries`: see `activation_bytes`."""
+def gpu_workspace_bytes(config: ModelConfig, rows: int, queries: int = 1, captured: int = 0) -> int:
+    """The most that a GPU needs besides weights and cache for steps of `rows` tokens, or for a decoded one. `queries`:
+    see `activation_bytes`; `captured`: rows of the largest graph, 0 = that of one sequence."""
     d, f = max(1, config.d_model), max(1, _dense_width(config))
     expanded = max(2 * cols * min(n, _slice_rows(cols)) for n, cols in ((config.vocab_size, d), (2 * f, d), (d, f)))
     staged = min(config.context_length, _STAGED_ROWS)
     past = max((staged * 2 * x.kv_heads * (x.dim_k + x.dim_v) for x in config.layers if x.kind != RECURRENT), default=0)
-    past += _unabsorbed_bytes(config)
-    steps = gpu_step_bytes(config, rows, queries) + gpu_step_bytes(config, min(rows, STEP_ROWS[-1]), queries, True)
-    return steps + expanded + past + _LIBRARY_BYTES
+    captured = captured or min(rows, STEP_ROWS[-1])
+    steps = gpu_step_bytes(config, rows, queries) + gpu_step_bytes(config, captured, queries, True)
+    return steps + expanded + past + _unabsorbed_bytes(config) + _LIBRARY_BYTES
 
 
 def _unabsorbed_bytes(config: ModelConfig) -> int:

@@ -15,7 +15,8 @@ from kvcli.runtime.config import LATENT, WINDOWED, ModelConfig
 from kvcli.runtime.plan.footprint import DECODE_PARTS, GRAPH_PROGRAMS, STEP_ROWS, gpu_step_bytes
 
 BATCH_ROWS = (2, 4, 8, 16, 32, 64)  # of as many sequences; with more, products are no longer those of a few rows
-TOGETHER = (4, 8)  # prompts that are read in one pass
+TOGETHER = (2, 4, 8)  # prompts that are read in one pass, of so many rows
+TOGETHER_ROWS = 2048  # in all, at most: weights are expanded once for them
 EDGES_OF_BLOCK = 8  # pages that are not seen wholly: of a block of queries, beside one for each page and class
 EDGES_OF_ROW = 16  # and of a row of a sequence of its own, beside those of its window and of pages that stay
 LATENT_PARTS = 512  # partial results of a query of latents that there is room for: MOST_PARTS of latentcombine.py
@@ -27,7 +28,7 @@ _BLOCK = 16  # queries that are computed together: of all heads of a key-value h
 def graph_bytes(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int) -> int:
     """Of all graphs of an engine with contexts of `tokens`, and up to `at_once` answers at a time."""
     places = [1, *(rows for rows, count in steps(layout, at_once) for _ in range(count))]
-    found = 4 * STEP_ROWS[-1] * config.d_model  # what steps give
+    found = 4 * sum({STEP_ROWS[-1], most_rows(layout, at_once)}) * config.d_model  # what steps give
     found += sum(_lists(config, group, tokens, rows) for group in layout.groups for rows in places)
     found += sum(_angles(config, group, tokens, len(places)) for group in layout.groups)
     if layout.selection is not None:  # a token's scores, and where they go
@@ -40,7 +41,12 @@ def steps(layout: KVLayout, at_once: int) -> Iterator[tuple[int, int]]:
     for rows in sizes(layout):
         yield rows, 1
         if joins(layout):
-            yield from ((rows, n) for n in TOGETHER if n <= at_once and n * rows <= STEP_ROWS[-1])
+            yield from ((rows, n) for n in TOGETHER if n <= at_once and n * rows <= TOGETHER_ROWS)
+
+
+def most_rows(layout: KVLayout, at_once: int) -> int:
+    """Of a graph of prompts."""
+    return max(rows * count for rows, count in steps(layout, at_once))
 
 
 def sizes(layout: KVLayout) -> tuple[int, ...]:

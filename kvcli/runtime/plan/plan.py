@@ -208,14 +208,15 @@ class Setting:
             work += footprint.activation_bytes(config, rows_at_once, queries)
             work += footprint.scratch_bytes(config, layout.page_size, self.threads, queries)
         else:
-            work += footprint.gpu_workspace_bytes(config, rows_at_once, queries)
+            captured = min(self.chunk, tokens * self._at_once, graphs.most_rows(layout, self._at_once))
+            work += footprint.gpu_workspace_bytes(config, rows_at_once, queries, captured)
         rows = [Row("weights", weights.packed, weights.source, weights.detail)]
         if weights.copies:
             rows.append(Row("weight copies", weights.copies, weights.source, "reordered rows, norms in float32"))
         rows.append(Row("workspace", work, COMPUTED, f"chunk {rows_at_once:,}"))
         if self.kind != CPU:
-            captured = graphs.graph_bytes(config, layout, tokens, self._at_once)
-            rows.append(Row("CUDA graphs", captured, COMPUTED, "lists and results of all"))
+            kept = graphs.graph_bytes(config, layout, tokens, self._at_once)
+            rows.append(Row("CUDA graphs", kept, COMPUTED, "lists and results of all"))
         if self.kind == CPU and self.tokenizer:
             rows.append(Row("tokenizer", footprint.tokenizer_bytes(config), COMPUTED))
         measured = self.runtime_bytes is not None

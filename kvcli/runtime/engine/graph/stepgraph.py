@@ -123,8 +123,8 @@ class Rows:
 
 
 class StepGraph:
-    """The model's pass over up to STEP_ROWS[-1] rows of one sequence at a time, or of several: `joined` says of how
-    many rows of how many there are graphs, which take long to be captured."""
+    """The model's pass over up to STEP_ROWS[-1] rows of one sequence at a time, or TOGETHER_ROWS of several: `joined`
+    says of how many rows of how many there are graphs, which take long to be captured."""
 
     def __init__(self, model: Decoder, layout: KVLayout, ctx_size: int) -> None:
         self.model, self.layout, self.ctx_size = model, layout, ctx_size
