@@ -15,6 +15,7 @@ from kvcli.kernels.gpu import past
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.seal import seal_step
 from kvcli.runtime.cache.layout import KVLayout
+from kvcli.runtime.cache.pagelist import Layers
 from kvcli.runtime.cache.sequence import Part, Sequence
 from kvcli.runtime.engine.graph.capture import captured
 from kvcli.runtime.engine.graph.legs import graph_legs
@@ -91,16 +92,23 @@ class NextToken:
         """Make the summaries by which the row's queries choose; those of one page, which got full, by a graph."""
         for g, (layers, group) in enumerate(zip(part.groups, self.layout.groups, strict=True)):
             which = missing(layers)
-            if len(which) != 1:
-                summarize_group(self.model, layers, group.layers, which)
+            if len(which) == 1:
+                self._make_summary(g, layers, int(which[0]))
+                settle(layers, which)
                 continue
-            self._pages.tables[g].summarize_next(layers, int(which[0]))
-            key = -1 - g, False
-            if self.device.type != "cuda":
-                self._launch_summaries(g)
-            else:
-                (self._graphs.get(key) or self._capture(key, partial(self._launch_summaries, g))).replay()
-            settle(layers, which)
+            summarize_group(self.model, layers, group.layers, which)
+            told = layers[0].entries.summaries
+            if told and layers[0].choice and (-1 - g, False) not in self._graphs and self.device.type == "cuda":
+                self._make_summary(g, layers, int(told.addresses.argmax()))  # captured before a token waits for it
+
+    def _make_summary(self, group: int, layers: Layers, which: int) -> None:
+        """Make that of the entry at this place."""
+        self._pages.tables[group].summarize_next(layers, which)
+        key, launch = (-1 - group, False), partial(self._launch_summaries, group)
+        if self.device.type != "cuda":
+            launch()
+        else:
+            (self._graphs.get(key) or self._capture(key, launch)).replay()
 
     def _launch_summaries(self, group: int) -> None:
         for pages, means in self._pages.summarized(group):
