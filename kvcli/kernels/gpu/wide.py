@@ -20,7 +20,7 @@ from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.gpu.woven import place, width
+from kvcli.kernels.gpu.woven import place, width, woven
 
 COLUMNS = 1024  # of a row that a program scales
 
@@ -49,7 +49,7 @@ def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constex
     i = tl.arange(0, PAD)
     if WOVEN:
         WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        tl.store(values + row * WIDTH + place(i), v, mask=i < WIDTH)
+        tl.store(values + row * WIDTH + i, woven(v, PAD), mask=i < WIDTH)
     else:
         tl.store(values + row * N + i, v, mask=i < N)
 

@@ -35,6 +35,14 @@ def place(i):
 
 
 @triton.jit
+def woven(v, N: tl.constexpr):
+    """Elements [N] of a row, whole blocks, in the order in which they stand in a woven one: what stores them side by
+    side takes one instruction for eight, not eight."""
+    v = tl.reshape(v, (N // 128, 4, 2, 4, 2, 2))
+    return tl.reshape(tl.permute(v, (0, 2, 3, 5, 1, 4)), (N,))
+
+
+@triton.jit
 def _pair(low, high):
     """float32 -> float16 pairs in int32."""
     if INTERPRET:
