@@ -43,6 +43,20 @@ def test_a_few_rows(type_: str, rows: int, t: int, parts: int) -> None:
     assert out[:, :, :4].isnan().all() and out[:, :, 4 + rows :].isnan().all()
 
 
+@pytest.mark.parametrize("type_", ["Q4_K", "Q6_K", "Q4_0", "Q8_0"])
+def test_rows_that_are_scaled_by_blocks(type_: str) -> None:
+    cols, t = (288 if type_ in ("Q4_0", "Q8_0") else 1280), 3
+    weights = packed(type_, 70, cols)
+    matrix = formats.repack((weights,), torch.device(DEVICE), False)
+    x = torch.randn(t, cols, generator=torch.manual_seed(2)).half()
+    scales = torch.rand(t, -(-cols // 256), generator=torch.manual_seed(3))
+    out = torch.full((2, t, 70), torch.nan, device=DEVICE)
+    few.product(weave(HalfRows(x.to(DEVICE)), cols).values, matrix, out, scales=scales.to(DEVICE))
+    expected = (x.double() * scales.double().repeat_interleave(256, 1)[:, :cols]) @ weights.decode().double().T
+    found = out.double().sum(0).cpu()
+    assert float((found - expected).norm() / expected.norm()) < 6e-4
+
+
 @pytest.mark.parametrize("t", [1, 5, few.MOST + 1])
 def test_matrices_with_changes(t: int) -> None:
     """Stacked, of which some have changes; and gates, paired."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpucases import DEVICE, watched  # noqa: F401
+from kernelcases import packed
 
 from kvcli.kernels.gpu import wide
 from kvcli.kernels.gpu.backend import GpuBackend
@@ -23,8 +24,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def floats(rows: HalfRows, n: int) -> torch.Tensor:
     assert rows.values.dtype == torch.float16
-    values = weave(rows, n, False).values.float().cpu()
-    return values if rows.scales is None else values * rows.scales.cpu()[:, None]
+    rows = weave(rows, n, False)
+    return rows.values.float().cpu() * (1.0 if rows.scales is None else rows.scales.cpu()[:, None])
 
 
 def plain(*shape: int, seed: int) -> QuantTensor:
@@ -107,6 +108,38 @@ def test_gate_of_a_product_in_parts(paired):
         (x.to(DEVICE), "silu", paired, True, scales.to(DEVICE)), (whole, "silu", paired, True),
     ))  # fmt: skip
     assert torch.equal(found.values, expected.values) and torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("width", [96, 256, 2336])
+def test_a_gate_by_blocks(width):
+    """Each with a scale of its own, also the last one, of fewer columns; and by one number again."""
+    x, scales = random(2, 3, 2 * width), random(3, seed=1).abs()
+    x[..., : width // 2] *= 1e-3
+    x[:, 1] = 0
+    expected = pointwise.glu(x.sum(0) * scales[:, None], "silu")
+    found = gate(x.to(DEVICE), "silu", False, True, scales.to(DEVICE), blocks=True)
+    assert found.scales is None and found.blocks.shape == (3, -(-width // 256))
+    largest = torch.nn.functional.pad(expected.abs(), (0, -width % 256)).unflatten(1, (-1, 256)).amax(2)
+    torch.testing.assert_close(found.blocks.cpu(), largest.clamp(min=1e-30), rtol=1e-5, atol=1e-35)
+    assert found.values.abs().max() == 1 and found.values.isfinite().all()
+    blocks = found._replace(blocks=None, scales=None)
+    values = weave(blocks, width, False).values.float().cpu() * largest.repeat_interleave(256, 1)[:, :width]
+    torch.testing.assert_close(values, expected, rtol=6e-4, atol=1e-7 * float(expected.abs().max()))
+    torch.testing.assert_close(floats(found, width), expected, rtol=1.2e-3, atol=1e-6 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(("types", "t"), [(("Q4_K", "Q6_K"), 5), (("Q4_0", "Q8_0"), 16), (("Q4_K", "F32"), 3)])
+def test_gated_rows_go_through_the_next_product(types, t):
+    """Scaled by blocks where it can take that."""
+    ops, widths = GpuBackend(torch.device(DEVICE)), (256, 768)
+    gates = packed(types[0], widths[1], widths[0]), packed(types[0], widths[1], widths[0], 1)
+    down = packed(types[1], 64, widths[1], 2)
+    x, to = random(t, widths[0]), random(t, 64, seed=3)
+    gated = ops.gated(x.to(DEVICE), ops.place(gates, paired=True), "silu")
+    assert gated.blocks is not None
+    found = ops.matmul(gated, ops.place((down,)), add_to=to.to(DEVICE, copy=True)).cpu()
+    expected = OPS.matmul(OPS.gated(x, gates, "silu"), (down,)) + to
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -133,7 +133,7 @@ class GpuBackend:
         weights: Sequence[DeviceMatrix],
         add_to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rows = self._half_rows(x)
+        rows = self._half_rows(x, weights)
         return wide.finish(self._products(rows, weights), rows.scales, add_to, self.pdl)
 
     def settle(
@@ -142,7 +142,7 @@ class GpuBackend:
     ) -> wide.HalfRows | None:  # fmt: skip
         """`add_to` += factor * norm(x . W^T) -> norm(add_to) as products read it: RMS norms of these weights, without
         what is None."""
-        rows, (post, norm) = self._half_rows(x), norms
+        rows, (post, norm) = self._half_rows(x, weights), norms
         products, woven = self._products(rows, weights), self._weaves(len(add_to))
         return wide.settle(products, rows.scales, add_to, post, factor, norm, eps, woven, self._before_product)
 
@@ -154,11 +154,11 @@ class GpuBackend:
         bias: torch.Tensor | None = None,
     ) -> wide.HalfRows:
         """See `kernels.gated`; as the next product reads it."""
-        rows = self._half_rows(x)
+        rows = self._half_rows(x, weights)
         products, paired = self._products(rows, weights), weights[0].paired
-        woven = self._weaves(products.shape[1])
+        woven, blocks = self._weaves(products.shape[1]), products.shape[1] <= few.FEWEST
         if bias is None:
-            return wide.gate(products, act, paired, woven, rows.scales, self._before_product)
+            return wide.gate(products, act, paired, woven, rows.scales, self._before_product, blocks)
         gates = wide.finish(products, rows.scales, None, self.pdl)
         gates += bias.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten() if paired else bias
         return wide.gate(gates, act, paired, woven)
@@ -167,8 +167,7 @@ class GpuBackend:
         """Rows [T, cols], without their scales, times all weights, as they lie -> float32 [parts, T, sum of rows]; the
         parts are summed by whoever reads them."""
         t, cols, total = rows.values.shape[0], weights[0].cols, sum(w.rows for w in weights)
-        block = self.block if t > 1 else 0
-        by_few = not block and all(few.can(w, t) for w in weights)
+        block, by_few = self.block if t > 1 else 0, self._by_few(t, weights)
         values = wide.weave(rows, cols, by_few, self._before_product).values
         if block and t % block:
             values = torch.nn.functional.pad(values, (0, 0, 0, -t % block))
@@ -177,7 +176,7 @@ class GpuBackend:
         for i, w in enumerate(weights):
             if by_few:
                 beside = BESIDE if self.pdl and i == 1 and not weights[0].change else self.pdl
-                few.product(values, w, out[:, :, done : done + w.rows], beside)
+                few.product(values, w, out[:, :, done : done + w.rows], beside, scales=rows.blocks)
             else:
                 for first, piece in expand.slices(w, self._room):
                     at = done + first
@@ -194,10 +193,16 @@ class GpuBackend:
         """Whether so many rows are woven as they are made, for what they are multiplied with."""
         return self._packed and rows <= few.MOST and not (self.block and rows > 1)
 
-    def _half_rows(self, x: torch.Tensor | wide.HalfRows) -> wide.HalfRows:
-        """What `matmul` is given, as products read it."""
+    def _by_few(self, rows: int, weights: Sequence[DeviceMatrix]) -> bool:
+        """Whether weights are decoded on their way to the tensor cores."""
+        return not (self.block and rows > 1) and all(few.can(w, rows) for w in weights)
+
+    def _half_rows(self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix]) -> wide.HalfRows:
+        """What `matmul` is given, as products with these weights read it."""
         if isinstance(x, wide.HalfRows):
-            return x
+            if x.blocks is None or (self._by_few(len(x.values), weights) and not any(w.change for w in weights)):
+                return x
+            return wide.weave(x, weights[0].cols, False)
         if x.dtype == torch.float16:
             return wide.HalfRows(x)
         return wide.halve(x.contiguous(), self._weaves(len(x)), self._before_product)
@@ -230,7 +235,7 @@ class GpuBackend:
         self, x: torch.Tensor | wide.HalfRows, layer: ExpertLayer, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `kernels.experts`."""
-        rows = self._half_rows(x)
+        rows = self._half_rows(x, layer.router)
         shape = rows.values.shape[0], layer.routing.used
         ids = torch.empty(shape, dtype=torch.int32, device=self.device)
         weights = torch.empty(shape, device=self.device)

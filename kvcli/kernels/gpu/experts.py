@@ -210,8 +210,8 @@ def grouped_kernel(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, BIAS, ORDER,
         if KIND == 0:
             y = plain_dot(X, CODES, row, x_row, there, K, N, T, STEP, STAGES)
         else:
-            y = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K, 128), K // 32, CODING,
-                          WORDS, KIND, OFFSET, SPAN, UNIT, N, T, 1, STAGES)  # fmt: skip
+            y = woven_dot(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, 0, tl.cdiv(K, 128),
+                          K // 32, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, 1, STAGES, False)  # fmt: skip
         if SCALED:
             y *= tl.load(X_SCALES + x_row, mask=there, other=0.0)[None, :]
         if BIASED:

@@ -51,21 +51,21 @@ def tile(matrix: DeviceMatrix, rows: int) -> Tile:
 
 @triton.jit(do_not_specialize=["rows", "count", "pitch", "each"])
 def _few(
-    X, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
+    X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
     G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
     SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, X_SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N rows of the matrix, `each` turns of BLOCKS blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT
-    [parts, count, pitch]."""
+    [parts, count, pitch]. X_SCALES, X_SCALED: see `woven_dot`."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.arange(0, T)
     part = tl.program_id(1)
     row = tl.minimum(n, rows - 1).to(tl.int64)  # what is behind the last one is not stored
     last = tl.minimum(part * each + each, tl.cdiv(G, 4 * BLOCKS))
     wait_for_previous(PDL)
-    acc = woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last, G, CODING,
-                    WORDS, KIND, OFFSET, SPAN, UNIT, N, T, BLOCKS, STAGES)  # fmt: skip
+    acc = woven_dot(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last,
+                    G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, BLOCKS, STAGES, X_SCALED)  # fmt: skip
     out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
     wait_at_end(PDL)
@@ -91,10 +91,12 @@ def parts(matrices: Sequence[DeviceMatrix], rows: int) -> int:
 
 
 def product(
-    x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor, pdl: int = SERIAL, chosen: Tile | None = None
-) -> None:
+    x: torch.Tensor, matrix: DeviceMatrix, out: torch.Tensor, pdl: int = SERIAL, chosen: Tile | None = None,
+    scales: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Woven float16 x [T, ...] . W^T -> out float32 [parts, T, rows], a view of wider rows; the parts are yet to be
-    summed. `pdl`: see `language.SERIAL`; BESIDE: beside a product of the same rows.
+    summed. `pdl`: see `language.SERIAL`; BESIDE: beside a product of the same rows. `scales`: float32 [T, ...], which
+    each SCALED blocks of x are multiplied by.
 
     Weights and their scales are rounded to float16, sums are float32.
     """
@@ -104,7 +106,8 @@ def product(
     of = chosen or tile(matrix, t)
     each = triton.cdiv(triton.cdiv(matrix.cols, of.blocks * BLOCK), count)
     launch(_few, (triton.cdiv(matrix.rows, of.rows), count))(
-        x, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each, G=matrix.groups,
+        x, out if scales is None else scales, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each,
+        G=matrix.groups,
         **constants(matrix.format), N=of.rows, T=max(FEWEST, triton.next_power_of_2(t)), BLOCKS=of.blocks,
-        STAGES=of.stages, PDL=pdl, **launch_options(pdl, WARPS.value),
+        STAGES=of.stages, X_SCALED=scales is not None, PDL=pdl, **launch_options(pdl, WARPS.value),
     )  # fmt: skip

@@ -81,6 +81,18 @@ def finished(acc):
 
 
 @triton.jit
+def load_in_place(at):
+    """float32 from these addresses, all of which are read. In a loop that is pipelined: without a copy in shared
+    memory, which a few numbers are not worth."""
+    if INTERPRET:
+        return tl.load(at)
+    else:
+        return tl.inline_asm_elementwise(  # not pure: it stays behind `wait_for_previous`
+            "ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def dot4(a, b):
     """int32 words as four signed bytes each -> their dot product, int32."""
     if INTERPRET:

@@ -20,17 +20,20 @@ from kvcli.kernels.gpu.formats import GROUP
 from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.gpu.woven import place, width, woven
+from kvcli.kernels.gpu.woven import BLOCK, SCALED, place, width, woven_row
 
 COLUMNS = 1024  # of a row that a program scales
+GATED = 2048  # of a row that a program gates, where rows are few
 
 
 class HalfRows(NamedTuple):
-    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one; `woven`: [T, width(n)]."""
+    """`values` float16 [T, n], to be multiplied by `scales` float32 [T], None = by one; `woven`: [T, width(n)].
+    `blocks`, in place of `scales`, of woven rows: float32 [T, m], of each SCALED blocks."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
     woven: bool = False
+    blocks: torch.Tensor | None = None
 
 
 def _pad(n: int) -> int:
@@ -49,7 +52,7 @@ def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constex
     i = tl.arange(0, PAD)
     if WOVEN:
         WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        tl.store(values + row * WIDTH + i, woven(v, PAD), mask=i < WIDTH)
+        tl.store(values + row * WIDTH + i, woven_row(v, PAD), mask=i < WIDTH)
     else:
         tl.store(values + row * N + i, v, mask=i < N)
 
@@ -89,14 +92,22 @@ def _halve(x, values, scales, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.cons
 
 
 @triton.jit
-def _weave(x, out, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, PDL: tl.constexpr):
-    """Rows of N elements, woven, or with BACK woven ones as they were."""
+def _weave(x, blocks, out, scales, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+           PDL: tl.constexpr):  # fmt: skip
+    """Rows of N elements, woven, or with BACK woven ones as they were. BLOCK: such as are scaled by blocks of so many
+    columns; then each by one number; 0 = they are not."""
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
     if BACK:
         WIDTH: tl.constexpr = tl.cdiv(N, 128) * 128
-        _store(tl.load(x + row * WIDTH + place(i), mask=i < N, other=0.0), row, out, N, PAD, False)
+        v = tl.load(x + row * WIDTH + place(i), mask=i < N, other=0.0)
+        if BLOCK > 0:
+            each = tl.load(blocks + row * tl.cdiv(N, BLOCK) + i // BLOCK, mask=i < N, other=0.0)
+            largest = tl.max(each, 0)
+            v = (v.to(tl.float32) * (each / largest)).to(tl.float16)
+            tl.store(scales + row, largest)
+        _store(v, row, out, N, PAD, False)
     else:
         _store(tl.load(x + row * N + i, mask=i < N, other=0.0), row, out, N, PAD, True)
 
@@ -111,18 +122,43 @@ def _summed(x, i, seen, parts_apart, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr,
-          PARTS: tl.constexpr, SCALED: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """x: parts of rows of 2 N, runs of RUN gates, each with what they gate behind it; SCALED: times `by`."""
-    wait_for_previous(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, PAD)
+def _gated(x, by, row, i, N: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+           SCALED: tl.constexpr):  # fmt: skip
+    """Elements i of a row of N, 0 behind it. x: parts of rows of 2 N, runs of RUN gates, each with what they gate
+    behind it; SCALED: times `by`."""
     at, apart = row * (2 * N) + i // RUN * (2 * RUN) + i % RUN, tl.num_programs(0).to(tl.int64) * (2 * N)
     gates, others = _summed(x, at, i < N, apart, PARTS), _summed(x, at + RUN, i < N, apart, PARTS)
     if SCALED:
         scale = tl.load(by + row)
         gates, others = gates * scale, others * scale
-    _scale_down(glu(gates, others, ACT), row, values, scales, N, PAD, WOVEN)
+    return glu(gates, others, ACT)
+
+
+@triton.jit
+def _gate(x, by, values, scales, N: tl.constexpr, PAD: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr,
+          PARTS: tl.constexpr, SCALED: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    v = _gated(x, by, row, tl.arange(0, PAD), N, ACT, RUN, PARTS, SCALED)
+    _scale_down(v, row, values, scales, N, PAD, WOVEN)
+
+
+@triton.jit
+def _gate_blocks(x, by, values, scales, N: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+                 BLOCK: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
+                 SCALED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One program: COLUMNS of a row, woven, each BLOCK divided by its largest element, and these. Rows of one program
+    each would keep a card waiting for a few multiprocessors."""
+    wait_for_previous(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * COLUMNS
+    i = first + tl.arange(0, COLUMNS)
+    b = first // BLOCK + tl.arange(0, COLUMNS // BLOCK)
+    v = tl.reshape(_gated(x, by, row, i, N, ACT, RUN, PARTS, SCALED), (COLUMNS // BLOCK, BLOCK))
+    largest = tl.maximum(tl.max(tl.abs(v), 1), 1e-30)
+    v = tl.reshape(v / largest[:, None], (COLUMNS,)).to(tl.float16)
+    tl.store(values + row * WIDTH + i, woven_row(v, COLUMNS), mask=i < WIDTH)
+    tl.store(scales + row * tl.cdiv(N, BLOCK) + b, largest, mask=b < tl.cdiv(N, BLOCK))
 
 
 def _empty(rows: int, n: int, device: torch.device, woven: bool) -> torch.Tensor:
@@ -138,25 +174,38 @@ def halve(x: torch.Tensor, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
 
 
 def weave(rows: HalfRows, n: int, woven: bool = True, pdl: int = SERIAL) -> HalfRows:
-    """Rows of n elements, woven or not, as they are wanted."""
+    """Rows of n elements, woven or not, as they are wanted; what is no longer woven is no longer scaled by blocks."""
     if rows.woven == woven:
         return rows
-    t, pad = rows.values.shape[0], _pad(n)
-    out = _empty(t, n, rows.values.device, woven)
-    launch(_weave, (t,))(rows.values, out, n, pad, rows.woven, pdl, **launch_options(pdl, _warps(pad)))
-    return HalfRows(out, rows.scales, woven)
+    t, pad, device = rows.values.shape[0], _pad(n), rows.values.device
+    out, each = _empty(t, n, device, woven), 0 if rows.blocks is None else BLOCK * SCALED.value
+    scales = torch.empty(t, device=device) if each else rows.scales
+    launch(_weave, (t,))(
+        rows.values, out if rows.blocks is None else rows.blocks, out, out if scales is None else scales, n, pad,
+        rows.woven, each, pdl, **launch_options(pdl, _warps(pad)),
+    )  # fmt: skip
+    return HalfRows(out, scales, woven)
 
 
 def gate(
-    x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None, pdl: int = SERIAL
-) -> HalfRows:
+    x: torch.Tensor, act: str, paired: bool, woven: bool = False, scales: torch.Tensor | None = None,
+    pdl: int = SERIAL, blocks: bool = False,
+) -> HalfRows:  # fmt: skip
     """`pointwise.glu` of x float32 [T, 2 n], or [parts, T, 2 n], to be summed, times the scales [T] of its rows.
-    `paired`: gates and what they gate alternate in runs (`DeviceMatrix`)."""
+    `paired`: gates and what they gate alternate in runs (`DeviceMatrix`); `blocks`: woven ones are scaled by blocks."""
     parts, (t, n) = x.shape[0] if x.dim() == 3 else 1, (x.shape[-2], x.shape[-1] // 2)
-    found = HalfRows(_empty(t, n, x.device, woven), torch.empty(t, device=x.device), woven)
+    values, by = _empty(t, n, x.device, woven), x if scales is None else scales
+    how = ACTS[act], GROUP if paired else n, parts, scales is not None
+    if woven and blocks:
+        each = BLOCK * SCALED.value
+        found = HalfRows(values, None, woven, torch.empty(t, triton.cdiv(n, each), device=x.device))
+        launch(_gate_blocks, (t, triton.cdiv(n, GATED)))(
+            x, by, values, found.blocks, n, width(n), GATED, each, *how, pdl, **launch_options(pdl, 4)
+        )  # fmt: skip
+        return found
+    found = HalfRows(values, torch.empty(t, device=x.device), woven)
     launch(_gate, (t,))(
-        x, x if scales is None else scales, found.values, found.scales, n, _pad(n), ACTS[act], GROUP if paired else n,
-        parts, scales is not None, woven, pdl, **launch_options(pdl, _warps(_pad(n))),
+        x, by, values, found.scales, n, _pad(n), *how, woven, pdl, **launch_options(pdl, _warps(_pad(n)))
     )  # fmt: skip
     return found
 

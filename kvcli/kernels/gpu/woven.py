@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.codes import D_M, E4M3, OF_16, PAIR, QUARTERS, factors, load_planar, unpack, values_of
-from kvcli.kernels.gpu.language import INTERPRET, fence_copies, finished, half_of
+from kvcli.kernels.gpu.language import INTERPRET, fence_copies, finished, half_of, load_in_place
 
 BLOCK = 128  # columns
+SCALED = tl.constexpr(2)  # blocks of a woven row that have a scale, where they have
 GROUPS = tl.constexpr(4)  # as many groups
 WARPS = tl.constexpr(4)  # of a program: a warp group
 
@@ -35,7 +36,7 @@ def place(i):
 
 
 @triton.jit
-def woven(v, N: tl.constexpr):
+def woven_row(v, N: tl.constexpr):
     """Elements [N] of a row, whole blocks, in the order in which they stand in a woven one: what stores them side by
     side takes one instruction for eight, not eight."""
     v = tl.reshape(v, (N // 128, 4, 2, 4, 2, 2))
@@ -265,17 +266,18 @@ def _dealt(row, N: tl.constexpr):
 
 
 @triton.jit
-def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
+def woven_dot(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, last, G: tl.constexpr,
               CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr,
-              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
-              STAGES: tl.constexpr):  # fmt: skip
+              UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+              X_SCALED: tl.constexpr):  # fmt: skip
     """Rows `row` int64 [N] of a packed matrix, whole multiples of 64, times woven rows `x_row` int64 [T] of X float16,
     where `there`, over turns [first, last) of BLOCKS times 128 columns, by WARPS warps -> float32 [N, T]. Two blocks a
-    turn want whole pairs of blocks (G a multiple of 8).
+    turn want whole pairs of blocks (G a multiple of 8). X_SCALED: each SCALED blocks of X times one of X_SCALES.
 
     Weights are computed in float16, from scales rounded to it, which differ by 3e-4 (1 sigma) from exact ones."""
     COLUMNS: tl.constexpr = BLOCKS * 128
     x_at = X + x_row[:, None] * (tl.cdiv(G, GROUPS) * 128) + tl.arange(0, COLUMNS)[None, :]
+    scales_at = X_SCALES + tl.where(there, x_row, 0) * tl.cdiv(G, SCALED * GROUPS)
     acc = tl.zeros((N, T), tl.float32)
     row = _dealt(row, N)
     for turn in tl.range(first, last, num_stages=STAGES):
@@ -283,5 +285,9 @@ def woven_dot(X, CODES, HIGH, SCALES, SUPERS, TABLE, row, x_row, there, first, l
                             UNIT, N)  # fmt: skip
         x = tl.load(x_at + turn * COLUMNS, mask=there[:, None], other=0.0)
         fence_copies(N)
-        acc = finished(tl.dot(w, tl.trans(x), acc))
+        if X_SCALED:
+            scale = load_in_place(scales_at + turn * BLOCKS // SCALED)
+            acc += finished(tl.dot(w, tl.trans(x))) * scale[None, :]
+        else:
+            acc = finished(tl.dot(w, tl.trans(x), acc))
     return acc
