@@ -248,11 +248,11 @@ def test_answers_side_by_side_are_those_alone(monkeypatch: pytest.MonkeyPatch, p
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("most", "runs"), [((6, 6), 5), ((4, 6), 4)])
+@pytest.mark.parametrize(("most", "runs"), [((6, 6), 5), ((4, 6), 5), ((4, 9), 5)])
 def test_no_step_is_computed_behind_the_last_tokens_of_all(
     monkeypatch: pytest.MonkeyPatch, most: tuple[int, int], runs: int
 ) -> None:
-    """First tokens come of prompts; where one answer goes on, the row of the other's last token is computed, too."""
+    """First tokens come of prompts; where one answer goes on, rows behind the other's last token are computed, too."""
     engine = open_tiny("llama", "reference", CacheOptions(160, page_size=16, ubatch=48))
     monkeypatch.setattr(batching, "BatchGraph", PlainGraph)
     monkeypatch.setattr(PlainGraph, "model_of", engine.model, raising=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.request import Request
 
 MOST = BATCH_ROWS[-1]
+AHEAD = 2  # steps behind the one whose tokens are read: what the host does where pages end takes as long
 
 
 def unsupported(layout: KVLayout) -> str:
@@ -32,6 +33,12 @@ def unsupported(layout: KVLayout) -> str:
     if layout.selection is not None:
         return "rows are selected by score"
     return "answers from cached rows are to be the same" if layout.grain > 1 else ""
+
+
+def _ahead(layout: KVLayout) -> int:
+    """How many steps are launched behind the one whose tokens are read. What rows too many would take with them, of
+    windows and of states, is kept for one alone."""
+    return 1 if layout.states or any(group.window or group.retention for group in layout.groups) else AHEAD
 
 
 class Batches:
@@ -111,9 +118,10 @@ class Batch:
         self._graph: BatchGraph | None = None
         self._seats: list[Seat | None] = []
         self._chooser: Chooser | None = None
-        self._flight: Flight | None = None
-        self._ids = torch.zeros(2, MOST, dtype=torch.int64, pin_memory=self._waits)
-        self._events = [torch.cuda.Event() for _ in range(2 if self._waits else 0)]
+        self._flights = deque[Flight]()  # the oldest first
+        self._ahead, self._launched = _ahead(layout), 0
+        self._ids = torch.zeros(1 + self._ahead, MOST, dtype=torch.int64, pin_memory=self._waits)
+        self._events = [torch.cuda.Event() for _ in range(len(self._ids) if self._waits else 0)]
 
     @property
     def free(self) -> int:
@@ -135,20 +143,22 @@ class Batch:
         self._chooser = None
 
     def step(self, requests: list[Request]) -> None:
-        """Give requests the tokens that are on their way, and have the next ones computed: of all of them, where they
-        are more than one. Raises DoesNotFit, with the tokens given that were there, and NoRoom."""
-        flight, new = self._flight, [request for request in requests if self.seat_of(request) is None]
+        """Give requests the tokens of the oldest step that is on its way, and have further ones computed: of all of
+        them, where they are more than one. Raises DoesNotFit, with the tokens given that were there, and NoRoom."""
+        flights, new = self._flights, [request for request in requests if self.seat_of(request) is None]
         for request in new:
             request.close()
             request.seq.rewind_to(min(request.seq.length, len(request.history) - 1))
-        ahead = None
-        if flight is not None and not new and self._goes_on(flight, requests):
-            with suppress(DoesNotFit, NoRoom):  # told when nothing is on its way
-                ahead = self._launch(None)
-        self._flight = ahead
-        if flight is not None:
-            self._deliver(flight)
-        if ahead is None:
+        while flights and not any(seat.request.ahead.seat is seat for seat in flights[0].seats):
+            flights.popleft()
+        while 0 < len(flights) <= self._ahead and not new and self._goes_on(requests):
+            try:
+                flights.append(self._launch(None))
+            except (DoesNotFit, NoRoom):  # told when nothing is on its way
+                break
+        if flights:
+            self._deliver(flights.popleft())  # one of each request: it may be its last one
+        if not flights:
             self._begin([request for request in new if self._answers(request)])
 
     def _begin(self, new: list[Request]) -> None:
@@ -160,7 +170,7 @@ class Batch:
             self.close()
             return
         self._sit(new)
-        self._flight = self._launch({seat.row: seat.request.history[-1] for seat in self._taken})
+        self._flights.append(self._launch({seat.row: seat.request.history[-1] for seat in self._taken}))
 
     def _answers(self, request: Request) -> bool:
         """Whether its next row is that of its newest token, behind which others may come, and there is room for it."""
@@ -175,12 +185,13 @@ class Batch:
     def _taken(self) -> list[Seat]:
         return [seat for seat in self._seats if seat is not None]
 
-    def _goes_on(self, flight: Flight, requests: list[Request]) -> bool:
+    def _goes_on(self, requests: list[Request]) -> bool:
         """Whether what follows is computed before the tokens are read that are on their way: nobody comes or goes, they
         are not the last ones of all, the device chooses for all, and there is room."""
+        flight = self._flights[-1]
         if len(requests) < 2 or flight.seats != self._taken or flight.hosted or self._chooser is None:
             return False
-        if all(_left(seat.request) <= 1 for seat in flight.seats):
+        if all(_left(seat.request) <= len(self._flights) for seat in flight.seats):
             return False
         seqs = [seat.request.seq for seat in flight.seats]
         return all(seq.retention is not None or seq.kept < self.ctx_size for seq in seqs)
@@ -220,7 +231,8 @@ class Batch:
         assert graph is not None
         if self._chooser is None:
             self._chooser = Chooser(graph, self._seats)
-        logits, slot = graph.run(ids), 1 if self._flight is not None and self._flight.slot == 0 else 0
+        logits, slot = graph.run(ids), self._launched % len(self._ids)
+        self._launched += 1
         self._chooser.launch(logits, graph)
         self._ids[slot, : graph.rows].copy_(graph.tokens, non_blocking=True)
         if self._waits:
