@@ -8,8 +8,9 @@ from gpucases import DEVICE, OPS, GpuCache, error, expect_activations
 from kernelcases import one_thread
 
 from kvcli.kernels.gpu.attention import attend, part_count
-from kvcli.kernels.gpu.combine import combine, quantize
+from kvcli.kernels.gpu.combine import combine, fits_half, quantize
 from kvcli.kernels.gpu.products import Activations
+from kvcli.kernels.gpu.wide import HalfRows, weave
 from kvcli.kernels.reference.rotation import rotate_
 from kvcli.runtime.plan import footprint
 
@@ -47,6 +48,20 @@ def check(cache: GpuCache, heads: int, start: int, t: int = 1, window: int = 0, 
     assert partials.out.shape[2] <= (footprint.PREFILL_PARTS[0] if t > 1 else parts)
     found = combine(partials, pages)
     assert found is not None and error(found, expected) < LIMIT
+
+
+@pytest.mark.parametrize(("types", "dim"), [(("f16", "f16"), 64), (("int8", "int4"), 128), (("f16", "bf16"), 64)])
+def test_results_are_woven_where_they_fit(types, dim):
+    cache = GpuCache(types, (dim, dim), 2)
+    start = written(cache, 40, 2)
+    pages = cache.on_device(start, 2, 4, 0, 2)
+    _, queries = cache.queries(torch.randn(2, 4, dim, generator=torch.manual_seed(1)), pages)
+    partials = attend(queries, pages, 0, 0.0)
+    plain = combine(partials, pages)
+    assert plain is not None and fits_half(pages, 4) == ("bf16" not in types)
+    woven = combine(partials, pages, woven=True)
+    assert woven is not None and torch.equal(woven, weave(HalfRows(plain.half()), 4 * dim).values)
+    assert not fits_half(pages, 1) or dim == 128
 
 
 @pytest.mark.slow

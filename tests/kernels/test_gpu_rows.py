@@ -76,6 +76,21 @@ def test_prepare(types, dims, start, t, options):
         assert (a.cpu() != b).float().mean() < (0 if DEVICE == "cpu" else 0.01) + 1e-9
 
 
+@pytest.mark.parametrize("types", [("f16", "f16"), ("int8", "int8")])
+def test_projections_in_parts_are_summed(types):
+    """To the bit as if they were summed before."""
+    found = []
+    for apart in (False, True):
+        layer = Layer(types, (64, 64), 2, 6, norm=True)
+        layer.step(3)
+        layer.cache.angles = layer.cache.rope.centres(layer.cache.kv)
+        parts = torch.stack([layer.projections(3) for _ in range(3)]).to(DEVICE)
+        made = layer.prepare(parts if apart else parts[0] + parts[1] + parts[2], 0)
+        page = (layer.cache.there.open or layer.cache.there).into.memory[-1]
+        found.append((made.q.cpu(), page.clone().cpu()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and found[0][0].any()
+
+
 def check_centre(layer: Layer, q: torch.Tensor, made: Queries, at: float) -> None:
     """What qc and qb give with the angles of a position: the score of the mean, turned by them."""
     centre = layer.cache.kv.basis.centre[None].clone()

@@ -128,10 +128,7 @@ class GpuBackend:
         return TRAILING if self.pdl else SERIAL
 
     def matmul(
-        self,
-        x: torch.Tensor | wide.HalfRows,
-        weights: Sequence[DeviceMatrix],
-        add_to: torch.Tensor | None = None,
+        self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix], add_to: torch.Tensor | None = None
     ) -> torch.Tensor:
         rows = self._half_rows(x, weights)
         return wide.finish(self._products(rows, weights), rows.scales, add_to, self.pdl)
@@ -147,12 +144,9 @@ class GpuBackend:
         return wide.settle(products, rows.scales, add_to, post, factor, norm, eps, woven, self._before_product)
 
     def gated(
-        self,
-        x: torch.Tensor | wide.HalfRows,
-        weights: Sequence[DeviceMatrix],
-        act: str,
+        self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix], act: str,
         bias: torch.Tensor | None = None,
-    ) -> wide.HalfRows:
+    ) -> wide.HalfRows:  # fmt: skip
         """See `kernels.gated`; as the next product reads it."""
         rows = self._half_rows(x, weights)
         products, paired = self._products(rows, weights), weights[0].paired
@@ -200,9 +194,8 @@ class GpuBackend:
     def _half_rows(self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix]) -> wide.HalfRows:
         """What `matmul` is given, as products with these weights read it."""
         if isinstance(x, wide.HalfRows):
-            if x.blocks is None or (self._by_few(len(x.values), weights) and not any(w.change for w in weights)):
-                return x
-            return wide.weave(x, weights[0].cols, False)
+            by_blocks = self._by_few(len(x.values), weights) and not any(w.change for w in weights)
+            return x if x.blocks is None or by_blocks else wide.weave(x, weights[0].cols, False)
         if x.dtype == torch.float16:
             return wide.HalfRows(x)
         return wide.halve(x.contiguous(), self._weaves(len(x)), self._before_product)
@@ -353,6 +346,16 @@ class GpuBackend:
         """See `kernels.attend.attend_latents`; of many rows un-absorbed."""
         return latentpast.attend(self, self._pages, *given)
 
+    def attended(
+        self, x: torch.Tensor | wide.HalfRows, weights: Sequence[DeviceMatrix],
+        parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer,
+    ) -> torch.Tensor | wide.HalfRows:  # fmt: skip
+        """`attend` with x . W^T, as the next product reads it; over lists on the device, nothing stands between."""
+        rows, part = self._half_rows(x, weights), parts[0]
+        if len(parts) > 1 or not isinstance(part, BoundStretch) or rows.scales is not None:
+            return self.attend(self.matmul(rows, weights), parts, layer)
+        return attend_bound(self._products(rows, weights), part, layer, self.pdl, self._weaves(len(rows.values)))
+
     def attend(
         self, qkv: torch.Tensor, parts: Sequence[Stretch] | Sequence[BoundStretch], layer: AttentionLayer
     ) -> torch.Tensor:
@@ -361,6 +364,7 @@ class GpuBackend:
         for part in parts:
             x, pdl = qkv[part.lo : part.hi], self.pdl
             one = attend_bound(x, part, layer, pdl) if isinstance(part, BoundStretch) else self._attend(x, part, layer)
+            assert isinstance(one, torch.Tensor)
             found.append(one)
         return found[0] if len(found) == 1 else torch.cat(found)
 

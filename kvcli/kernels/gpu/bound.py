@@ -11,16 +11,23 @@ from kvcli.kernels.attend import AttentionLayer, Rope
 from kvcli.kernels.gpu import latentcombine, latentrows, latents, picking
 from kvcli.kernels.gpu.attention import Partials, attend
 from kvcli.kernels.gpu.basis import fix_basis
-from kvcli.kernels.gpu.combine import combine
+from kvcli.kernels.gpu.combine import combine, fits_half
 from kvcli.kernels.gpu.noting import note
 from kvcli.kernels.gpu.pages import BoundStretch, Sealing
-from kvcli.kernels.gpu.rows import Queries, normed_together, with_values
+from kvcli.kernels.gpu.rows import Queries, is_changed, normed_together, with_values
 from kvcli.kernels.gpu.seal import seal, seal_step
+from kvcli.kernels.gpu.wide import HalfRows, finish
 
 
-def attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, pdl: int) -> torch.Tensor:
-    """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it."""
+def attend_bound(
+    qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, pdl: int, woven: bool = False
+) -> torch.Tensor | HalfRows:
+    """`GpuBackend.attend` over lists that are on the device, without a look at what they hold: graphs replay it.
+
+    qkv may be [parts, T, ...], to be summed. `woven`: whether the result is woven, where it fits into float16."""
     pages, record = bound.pages, bound.pages.record
+    if qkv.dim() == 3 and (record.joined or pages.chooses or is_changed(layer, record.dim_k)):
+        qkv = finish(qkv, None, None, pdl)
     make: Callable[[], Queries] = partial(latentrows.prepare, qkv, layer, pages, pdl=pdl)
     if not record.joined:
         qkv = with_values(qkv, layer, record.kv_heads, (record.dim_k, record.dim_v))
@@ -34,17 +41,18 @@ def attend_bound(qkv: torch.Tensor, bound: BoundStretch, layer: AttentionLayer, 
         seal(pages, 0, len(pages.lists.into) * record.page_size)
     elif layer.stores and bound.sealing == Sealing.ROW:
         seal_step(pages, pdl, by_row=True)
-    partials = Partials.of(pages, len(qkv), layer.heads, bound.parts)
+    partials = Partials.of(pages, qkv.shape[-2], layer.heads, bound.parts)
     if record.joined:
         return latentcombine.combine(
             latents.attend(queries, pages, layer.softcap, partials, pdl), pages, bound.parts, pdl=pdl
         )
+    woven = woven and fits_half(pages, layer.heads)
     found = attend(queries, pages, layer.window, layer.softcap, partials, pdl)
-    out = combine(found, pages, None, pdl, layer.sinks, bound.parts)
+    out = combine(found, pages, None, pdl, layer.sinks, bound.parts, woven)
     if pages.lists.noted is not None:
         note(partials, pages, layer.sinks)
     assert out is not None
-    return out
+    return HalfRows(out, None, True) if woven else out
 
 
 def frequencies(rope: Rope | None, device: torch.device) -> torch.Tensor | None:

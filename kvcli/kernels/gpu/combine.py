@@ -15,7 +15,8 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
-from kvcli.kernels.gpu.tiles import launch_options
+from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
+from kvcli.kernels.gpu.woven import BLOCK, place
 from kvcli.kernels.reference.rotation import block
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -33,9 +34,11 @@ def most_parts(dim: int) -> int:
 def _combine(
     out, tops, totals, sinks, starts, result, codes, scales, sums, parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr, WOVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none. APART: see `PageLists`."""
+    """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none. APART: see `PageLists`. WOVEN:
+    `result` is float16, and of whole blocks."""
     head = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     cell, parts = cells_of(t, head, parts, starts, HEADS, APART)
@@ -61,7 +64,10 @@ def _combine(
     x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / total
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
-    if KEEP:
+    if WOVEN:
+        half = tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
+        tl.store(result + t * (HEADS * DIM) + place(head * DIM + j), half, mask=j < DIM)
+    elif KEEP:
         tl.store(result + (t * HEADS + head) * DIM + j, x, mask=j < DIM)
     if QUANTIZE:
         store_activations(x, head * DIM, HEADS * DIM, DIM // 32, codes, scales, sums, result, PAD // 32, False)
@@ -84,6 +90,14 @@ def quantize(x: torch.Tensor, to: Activations, pdl: int = SERIAL) -> None:
     )  # fmt: skip
 
 
+def fits_half(pages: DevicePages, heads: int) -> bool:
+    """Whether heads' outputs, which no value exceeds that they are means of, are float16 as they are, and whole blocks
+    of woven rows."""
+    classes = (pages,) if pages.open is None else (pages, pages.open)
+    fits = all(each.record.codec_v.largest <= LARGEST_HALF.value for each in classes)
+    return fits and heads * pages.record.dim_v % BLOCK == 0
+
+
 def combine(
     partials: Partials,
     pages: DevicePages,
@@ -91,11 +105,12 @@ def combine(
     pdl: int = SERIAL,
     sinks: torch.Tensor | None = None,
     most: int = 0,
+    woven: bool = False,
 ) -> torch.Tensor | None:
     """Partial results of T queries -> float32 [T, heads * dim_v], un-rotated if the cached values are rotated.
 
     With `into` (T = 1) the result goes there instead. `sinks`: see `AttentionLayer`. `most`: parts that a row has,
-    where rows are apart.
+    where rows are apart. `woven`: the result is float16, woven (see `fits_half`); with `into` it is not.
     """
     rows, heads, parts, dim = partials.out.shape
     lists = pages.lists
@@ -110,14 +125,16 @@ def combine(
         outputs[1:] = into.codes, into.scales, into.sums
     keep = into is None or into.keep or not fused
     if keep:
-        out = into.values if into is not None and into.keep else torch.empty(rows, heads * dim, device=some.device)
+        kind = torch.float16 if woven else torch.float32
+        own = torch.empty(rows, heads * dim, dtype=kind, device=some.device)
+        out = into.values if into is not None and into.keep else own
         outputs[0] = out
     most = max(4, triton.next_power_of_2(most))
     warps = max(1, most * padded(dim) // EACH_WARP)
     launch(_combine, (heads, rows))(
         partials.out, partials.tops, partials.totals, some if sinks is None else sinks,
         some if lists.starts is None else lists.starts, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
-        fused, sinks is not None, lists.apart, pdl, **launch_options(pdl, warps),
+        fused, sinks is not None, lists.apart, woven, pdl, **launch_options(pdl, warps),
     )  # fmt: skip
     if into is None:
         return out

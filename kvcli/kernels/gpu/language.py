@@ -81,6 +81,15 @@ def finished(acc):
 
 
 @triton.jit
+def summed(x, i, seen, parts_apart, PARTS: tl.constexpr):
+    """Elements i of x, where `seen`, summed over its parts, which stand so far apart."""
+    v = tl.load(x + i, mask=seen, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        v += tl.load(x + part * parts_apart + i, mask=seen, other=0.0)
+    return v
+
+
+@triton.jit
 def load_in_place(at):
     """float32 from these addresses, all of which are read. In a loop that is pipelined: without a copy in shared
     memory, which a few numbers are not worth."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.attend import AttentionLayer
-from kvcli.kernels.gpu.language import SERIAL, wait_for_previous
+from kvcli.kernels.gpu.language import SERIAL, summed, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.settle import norm_heads_together
@@ -78,18 +78,19 @@ def turning(position, frequencies, ROPE: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def head_of(x_at, bias, norm, c, s, eps, DIM: tl.constexpr, PAD: tl.constexpr, ROPE: tl.constexpr,
-          BIASED: tl.constexpr, NORMED: tl.constexpr, LAST: tl.constexpr):  # fmt: skip
-    """One head, with its bias, normed and turned, or turned and normed (LAST): float32 [PAD], and for each element
-    below ROPE the one that it is paired with."""
+          BIASED: tl.constexpr, NORMED: tl.constexpr, LAST: tl.constexpr, apart=0,
+          PARTS: tl.constexpr = 1):  # fmt: skip
+    """One head, summed over its parts, with its bias, normed and turned, or turned and normed (LAST): float32 [PAD],
+    and for each element below ROPE the one that it is paired with."""
     i = tl.arange(0, PAD)
-    x = tl.load(x_at + i, mask=i < DIM, other=0.0)
+    x = summed(x_at, i, i < DIM, apart, PARTS)
     if BIASED:
         x += tl.load(bias + i, mask=i < DIM, other=0.0)
     half: tl.constexpr = ROPE // 2
     j = tl.where(i < half, i + half, i - half)
     partner = x
     if ROPE > 0:
-        partner = tl.load(x_at + j, mask=i < ROPE, other=0.0)
+        partner = summed(x_at, j, i < ROPE, apart, PARTS)
         if BIASED:
             partner += tl.load(bias + j, mask=i < ROPE, other=0.0)
     if NORMED and not LAST:
@@ -152,10 +153,10 @@ def prepare_head(
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
     LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, APART: tl.constexpr, STORES: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Row t of a step of `rows`, at a position and of a page at these, and a head: what one program of `prepare`
-    does."""
+    does. qkv: PARTS of all rows, to be summed."""
     WIDTH: tl.constexpr = (HEADS + KV_HEADS) * DIM_K + KV_HEADS * DIM_V if STORES else HEADS * DIM_K
     i = tl.arange(0, PAD_K)
     place = at % SIZE
@@ -183,7 +184,7 @@ def prepare_head(
     if head < HEADS:
         x, partner = head_of(
             qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, q_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
-            Q_NORMED, LAST,
+            Q_NORMED, LAST, rows * WIDTH, PARTS,
         )  # fmt: skip
         if GAIN:
             gain = query_gain(at, growth, length, past)
@@ -203,7 +204,7 @@ def prepare_head(
         if head < HEADS + KV_HEADS:
             key, _ = head_of(
                 qkv + t * WIDTH + head * DIM_K, bias + head * DIM_K, k_norm, c, s, eps, DIM_K, PAD_K, ROPE, BIASED,
-                K_NORMED, LAST,
+                K_NORMED, LAST, rows * WIDTH, PARTS,
             )  # fmt: skip
             if TURN_K > 0:
                 key = hadamard(key, PAD_K, TURN_K)
@@ -212,7 +213,7 @@ def prepare_head(
             h = head - HEADS - KV_HEADS
             j = tl.arange(0, PAD_V)
             first_v = (HEADS + KV_HEADS) * DIM_K + h * DIM_V
-            value = tl.load(qkv + t * WIDTH + first_v + j, mask=j < DIM_V, other=0.0)
+            value = summed(qkv + t * WIDTH, first_v + j, j < DIM_V, rows * WIDTH, PARTS)
             if BIASED:
                 value += tl.load(bias + first_v + j, mask=j < DIM_V, other=0.0)
             if TURN_V > 0:
@@ -229,7 +230,7 @@ def _prepare(
     V_ROW: tl.constexpr, V_OFFSET: tl.constexpr, CODEC_K: tl.constexpr, CODEC_V: tl.constexpr, TURN_K: tl.constexpr,
     TURN_V: tl.constexpr, BIASED: tl.constexpr, Q_NORMED: tl.constexpr, K_NORMED: tl.constexpr, CENTRED: tl.constexpr,
     LAST: tl.constexpr, GAIN: tl.constexpr, TURNS: tl.constexpr, APART: tl.constexpr, STORES: tl.constexpr,
-    SPARE: tl.constexpr, PDL: tl.constexpr,
+    SPARE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row and head, and with TURNS one more for each second query. TURN_K, TURN_V: blocks of the
     Hadamard rotation; 0 = none. SPARE, APART: see `PageLists`. Without STORES there are queries alone."""
@@ -242,7 +243,7 @@ def _prepare(
         t, tl.num_programs(0), tl.program_id(1), at, word + offset, qkv, shift, frequencies, bias, q_norm, k_norm,
         centre, q, qc, qb, eps, factor, amplitude, growth, length, past, HEADS, KV_HEADS, DIM_K, PAD_K, DIM_V, PAD_V,
         ROPE, SIZE, RECORD, K_ROW, V_ROW, V_OFFSET, CODEC_K, CODEC_V, TURN_K, TURN_V, BIASED, Q_NORMED, K_NORMED,
-        CENTRED, LAST, GAIN, TURNS, APART, STORES, PDL,
+        CENTRED, LAST, GAIN, TURNS, APART, STORES, PDL, PARTS,
     )  # fmt: skip
 
 
@@ -255,10 +256,11 @@ def prepare(
 ) -> Queries:
     """qkv float32 [T, (heads + kv_heads) * dim_k + kv_heads * dim_v] -> queries; keys, values go into their pages.
 
-    Of a layer that does not store, qkv is [T, heads * dim_k].
+    Of a layer that does not store, qkv is [T, heads * dim_k]. It may be [parts, T, ...], to be summed.
     """
     out, programs, given = arguments(qkv, layer, pages, out)
-    launch(_prepare, (qkv.shape[0], programs))(*given, pages.lists.spare, pdl, **launch_options(pdl, 1))
+    parts = qkv.shape[0] if qkv.dim() == 3 else 1
+    launch(_prepare, (qkv.shape[-2], programs))(*given, pages.lists.spare, parts, pdl, **launch_options(pdl, 1))
     return out
 
 
@@ -266,7 +268,7 @@ def arguments(
     qkv: torch.Tensor, layer: AttentionLayer, pages: DevicePages, out: Queries | None
 ) -> tuple[Queries, int, tuple[Any, ...]]:
     """Where the queries of `prepare` go, how many programs a row has, and what these take of all but the launch."""
-    r, lists, rows, heads = pages.record, pages.lists, qkv.shape[0], layer.heads
+    r, lists, rows, heads = pages.record, pages.lists, qkv.shape[-2], layer.heads
     target, into = pages.where_rows_go
     frequencies = None if layer.rope is None else layer.rope.frequencies_on(qkv.device)
     rope = 0 if frequencies is None else 2 * frequencies.shape[0]
@@ -302,6 +304,12 @@ def with_values(qkv: torch.Tensor, layer: AttentionLayer, kv_heads: int, dims: t
         values = qkv[:, first:].unflatten(1, (kv_heads, dims[1]))
         values.copy_(rms_norm(values, layer.v_norm, layer.eps))
     return qkv
+
+
+def is_changed(layer: AttentionLayer, dim_k: int) -> bool:
+    """Whether `with_values` or `normed_together` do anything with the projections of a layer."""
+    values = layer.stores and (layer.v_norm is not None or layer.keys_as_values)
+    return values or (layer.q_norm is not None and layer.k_norm is not None and layer.q_norm.numel() != dim_k)
 
 
 def normed_together(qkv: torch.Tensor, layer: AttentionLayer, dim_k: int) -> AttentionLayer:

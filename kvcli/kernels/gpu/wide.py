@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.formats import GROUP
-from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, wait_for_previous
+from kvcli.kernels.gpu.language import ACTS, SERIAL, glu, summed, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.gpu.woven import BLOCK, SCALED, place, width, woven_row
@@ -113,21 +113,12 @@ def _weave(x, blocks, out, scales, N: tl.constexpr, PAD: tl.constexpr, BACK: tl.
 
 
 @triton.jit
-def _summed(x, i, seen, parts_apart, PARTS: tl.constexpr):
-    """Elements i of x, summed over its parts."""
-    v = tl.load(x + i, mask=seen, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        v += tl.load(x + part * parts_apart + i, mask=seen, other=0.0)
-    return v
-
-
-@triton.jit
 def _gated(x, by, row, i, N: tl.constexpr, ACT: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
            SCALED: tl.constexpr):  # fmt: skip
     """Elements i of a row of N, 0 behind it. x: parts of rows of 2 N, runs of RUN gates, each with what they gate
     behind it; SCALED: times `by`."""
     at, apart = row * (2 * N) + i // RUN * (2 * RUN) + i % RUN, tl.num_programs(0).to(tl.int64) * (2 * N)
-    gates, others = _summed(x, at, i < N, apart, PARTS), _summed(x, at + RUN, i < N, apart, PARTS)
+    gates, others = summed(x, at, i < N, apart, PARTS), summed(x, at + RUN, i < N, apart, PARTS)
     if SCALED:
         scale = tl.load(by + row)
         gates, others = gates * scale, others * scale
@@ -216,7 +207,7 @@ def _finish(product, scales, to, n, COLUMNS: tl.constexpr, PARTS: tl.constexpr, 
     wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    v = _summed(product + row * n, i, i < n, tl.num_programs(0).to(tl.int64) * n, PARTS)
+    v = summed(product + row * n, i, i < n, tl.num_programs(0).to(tl.int64) * n, PARTS)
     if SCALED:
         v *= tl.load(scales + row)
     if ADD:
@@ -252,7 +243,7 @@ def _settle(product, scales, to, post, weight, out, eps, factor, N: tl.constexpr
         w = tl.load(weight + i, mask=i < N, other=0.0)
     wait_for_previous(PDL)
     h = tl.load(to + row * N + i, mask=i < N, other=0.0)
-    v = _summed(product + row * N, i, i < N, tl.num_programs(0).to(tl.int64) * N, PARTS)
+    v = summed(product + row * N, i, i < N, tl.num_programs(0).to(tl.int64) * N, PARTS)
     if SCALED:
         v *= tl.load(scales + row)
     if POST:

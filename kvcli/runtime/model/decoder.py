@@ -232,10 +232,13 @@ class Decoder:
         Products are of all rows at once; each part then looks at its own pages.
         """
         if isinstance(inner, Attention):
-            qkv, how = self.ops.matmul(x, inner.qkv), inner.how
             parts = [p.stretch(inner.layer, *rows) for rows, p in step.rows]
-            if inner.joined is not None and parts[0].record.joined:
-                qkv, how = inner.joined.rows(self.ops, qkv), inner.joined.how
+            joined = inner.joined if parts[0].record.joined else None
+            if not (inner.gate or joined or isinstance(self.ops, HostBackend)):
+                return self.ops.attended(x, inner.qkv, parts, inner.how)
+            qkv, how = self.ops.matmul(x, inner.qkv), inner.how
+            if joined is not None:
+                qkv, how = joined.rows(self.ops, qkv), joined.how
             heads = self.ops.attend(qkv, parts, how)
             return heads * sigmoid(self.ops.matmul(x, inner.gate)) if inner.gate else heads
         if isinstance(inner, LatentAttention):
