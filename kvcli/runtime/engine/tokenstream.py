@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvcli.errors import DoesNotFit, KVError
+from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.sampler import Sampler, uniform
 
 if TYPE_CHECKING:
     from kvcli.kernels.gpu.sample import DeviceSampler
     from kvcli.runtime.engine.graph.nexttoken import NextToken
+
+
+MOST_AHEAD = 2  # see `steps_ahead`
+
+
+def steps_ahead(layout: KVLayout) -> int:
+    """How many steps a device computes behind the one whose tokens are read: so many that it has something to do while
+    the host makes lists, where pages end. One where rows too many would take with them what windows, states, evicted or
+    noted rows had."""
+    plain = not (layout.states or layout.selection or any(g.window or g.retention for g in layout.groups))
+    return MOST_AHEAD if plain else 1
 
 
 def host_tokens(
@@ -117,7 +129,7 @@ class DeviceRows:
 class DeviceTokens:
     """Tokens that are chosen on the device, while the row of the one before is on its way.
 
-    Iterate for ids. One row more than was asked for may be computed; `close` takes it back.
+    Iterate for ids. Some rows more than were asked for may be computed (see `steps_ahead`); `close` takes them back.
     """
 
     def __init__(self, graph: NextToken, seq: Sequence, sampler: Sampler, device_sampler: DeviceSampler) -> None:
@@ -125,8 +137,8 @@ class DeviceTokens:
         self._uniform = torch.zeros(1, device=graph.device)
         self._token = torch.zeros(1, dtype=torch.int64, device=graph.device)  # the newest one
         self._waits = graph.device.type == "cuda"  # else it is Triton's interpreter, which is never behind
-        self._ids = torch.zeros(2, dtype=torch.int64, pin_memory=self._waits)
-        self._events = [torch.cuda.Event() for _ in range(2 if self._waits else 0)]
+        self._ids = torch.zeros(1 + steps_ahead(graph.layout), dtype=torch.int64, pin_memory=self._waits)
+        self._events = [torch.cuda.Event() for _ in range(len(self._ids) if self._waits else 0)]
         self._chosen = 0  # tokens chosen so far, read or not
         self._known = seq.length  # rows whose ids were read
 
@@ -144,7 +156,7 @@ class DeviceTokens:
             read, position = read + 1, position + 1
             self._known = min(position, self.seq.length)
             yield token  # the first one before anything else is launched: it is waited for
-            while full is None and self._chosen - read < 2 and self._has_room:
+            while full is None and self._chosen - read < len(self._ids) and self._has_room:
                 try:
                     self._choose(self._next_logits(token if read == self._chosen else None), self.seq.length)
                 except DoesNotFit as error:
@@ -171,7 +183,7 @@ class DeviceTokens:
         if not self.device_sampler.greedy:
             self._uniform.fill_(uniform(self.sampler.seed, self.sampler.sequence, position))
         self.device_sampler.launch(logits, self._uniform, self._token)
-        slot = self._chosen % 2
+        slot = self._chosen % len(self._ids)
         self._ids[slot : slot + 1].copy_(self._token, non_blocking=True)
         if self._waits:
             self._events[slot].record()
@@ -179,8 +191,8 @@ class DeviceTokens:
 
     def _read(self, number: int) -> int:
         if self._waits:
-            self._events[number % 2].synchronize()
-        token = int(self._ids[number % 2])
+            self._events[number % len(self._ids)].synchronize()
+        token = int(self._ids[number % len(self._ids)])
         if token < 0:
             raise KVError(self.device_sampler.error(token), f"check `logit_bias`; {self.sampler.remedy}")
         return token

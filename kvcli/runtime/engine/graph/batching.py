@@ -16,6 +16,7 @@ from kvcli.runtime.cache.layout import KVLayout
 from kvcli.runtime.engine.graph.batchgraph import BatchGraph
 from kvcli.runtime.engine.graph.pages import sent
 from kvcli.runtime.engine.rowsahead import on_host
+from kvcli.runtime.engine.tokenstream import steps_ahead
 from kvcli.runtime.model.decoder import Decoder
 from kvcli.runtime.plan.graphs import BATCH_ROWS
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.request import Request
 
 MOST = BATCH_ROWS[-1]
-AHEAD = 2  # steps behind the one whose tokens are read: what the host does where pages end takes as long
 
 
 def unsupported(layout: KVLayout) -> str:
@@ -33,12 +33,6 @@ def unsupported(layout: KVLayout) -> str:
     if layout.selection is not None:
         return "rows are selected by score"
     return "answers from cached rows are to be the same" if layout.grain > 1 else ""
-
-
-def _ahead(layout: KVLayout) -> int:
-    """How many steps are launched behind the one whose tokens are read. What rows too many would take with them, of
-    windows and of states, is kept for one alone."""
-    return 1 if layout.states or any(group.window or group.retention for group in layout.groups) else AHEAD
 
 
 class Batches:
@@ -119,7 +113,7 @@ class Batch:
         self._seats: list[Seat | None] = []
         self._chooser: Chooser | None = None
         self._flights = deque[Flight]()  # the oldest first
-        self._ahead, self._launched = _ahead(layout), 0
+        self._ahead, self._launched = steps_ahead(layout), 0
         self._ids = torch.zeros(1 + self._ahead, MOST, dtype=torch.int64, pin_memory=self._waits)
         self._events = [torch.cuda.Event() for _ in range(len(self._ids) if self._waits else 0)]
 
