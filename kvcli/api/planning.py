@@ -345,7 +345,7 @@ def _file_bytes(layout: KVLayout, tokens: int) -> int:
     size = _FILE_HEADER + 4 * tokens + layout.constant_bytes
     for group in layout.groups:
         size += group.pages(tokens, REWIND_ROWS + 1) * group.page_bytes
-        if opened := group.open_class():
+        if opened := group.open_class:
             size += group.open_pages_kept(tokens) * opened.page_bytes
     if layout.states:
         kept = layout.states[1]

@@ -68,7 +68,7 @@ class Layer:
         if kv.entries.summaries is not None:
             memory = kv.entries.summaries.memory
             assert isinstance(memory, PoolSummaries)
-            missing = [at for at in memory.missing() if kv.entries.summaries.addresses[at]]
+            missing = np.flatnonzero(memory.missing & (kv.entries.summaries.addresses != 0)).tolist()
             if missing:
                 angles = self.table.centres(kv) if kv.basis.centre is not None else None
                 self.ops.summarize(kv, np.array(missing), angles)

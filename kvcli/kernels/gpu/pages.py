@@ -228,12 +228,12 @@ class HostLists(NamedTuple):
             shares=found.spread(asked.parts) if asked.parts else found,
             into=into,
             open_into=kv.open.into.addresses if kv.open else into,
-            turns=any(each.entries.turned.any() for each in kv.classes),
+            turns=any(each.entries.any_turned for each in kv.classes),
             edged=opened is not None and (asked.edged or table.edged(size, asked.window)),
             pasts=tuple(pasts),
             summaries=table.summaries,
             limits=limits,
-            places=table.edges[:, 1],
+            places=table.numbers[1],
         )
 
 

@@ -8,6 +8,7 @@ rest, in full: those that some do not see, or not all of, with the bounds by whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ class Shares(NamedTuple):
         spare = parts - self.work.shape[1]
         if spare >= 0 and len(self.work) >= BUSY_BLOCKS:  # they are programs enough
             return self.padded(parts)
-        return self._replace(work=np.stack([_spread(work, parts) for work in self.work]))
+        return self._replace(work=np.array([_spread(work, parts) for work in self.work]))
 
     def padded(self, parts: int) -> Shares:
         """What each block reads, by so many programs, as it stands: a query's sums do not depend on how many there
@@ -46,7 +47,9 @@ class Shares(NamedTuple):
         spare = parts - self.work.shape[1]
         if spare < 0:
             raise NoRoom(f"{parts} programs are too few for {self.work.shape[1]} parts")
-        return self._replace(work=np.pad(self.work, ((0, 0), (0, spare), (0, 0))))
+        work = np.zeros((len(self.work), parts, 4), np.int32)
+        work[:, : self.work.shape[1]] = self.work
+        return self._replace(work=work)
 
     def without_past(self, least: int, parts: np.ndarray | None = None) -> tuple[Shares, list[tuple[int, int]]]:
         """What is left where entries [lo, hi) of the table, which all blocks see wholly by the ordinary queries, are
@@ -89,26 +92,46 @@ class Shares(NamedTuple):
 
 def _spread(work: np.ndarray, parts: int) -> np.ndarray:
     """`Shares.spread` of one block: int32 [parts, 4]."""
-    runs, found = work[work[:, 0] == WHOLE], [work[work[:, 0] > WHOLE]]
-    free, left = parts - len(found[0]), int((runs[:, 3] - runs[:, 2]).sum())
+    read, found = pieces(shared_out(work.tolist(), parts)), np.zeros((parts, 4), np.int32)
+    found[: len(read)] = read
+    return found
+
+
+def shared_out(work: Iterable[list[int]], parts: int) -> list[list[int]]:
+    """What one block reads, by so many programs or fewer: runs last, and behind the four numbers of each part how many
+    entries a program has of it."""
+    read = [part for part in work if part[0] != NOTHING]
+    runs, others = [x for x in read if x[0] == WHOLE], [x for x in read if x[0] != WHOLE]
+    free, left = parts - len(others), sum(hi - lo for *_, lo, hi in runs)
     if free < len(runs):
-        raise NoRoom(f"{parts} programs are too few for {len(runs) + len(found[0])} parts")
-    for i, (kind, turned, lo, hi) in enumerate(runs.tolist()):
+        raise NoRoom(f"{parts} programs are too few for {len(runs) + len(others)} parts")
+    found = [[kind, turned, lo, hi, hi - lo] for kind, turned, lo, hi in others]
+    for i, (kind, turned, lo, hi) in enumerate(runs):
         mine = min(-(-free * (hi - lo) // left), free - (len(runs) - 1 - i))
         free, left = free - mine, left - (hi - lo)
-        cuts = np.arange(lo, hi, -(-(hi - lo) // mine))
-        ends = np.append(cuts[1:], hi)
-        found.append(np.stack(np.broadcast_arrays(kind, turned, cuts, ends), 1).astype(np.int32))
-    read = np.concatenate(found)
-    return np.pad(read, ((0, parts - len(read)), (0, 0)))
+        found.append([kind, turned, lo, hi, -(-(hi - lo) // mine)])
+    return found
+
+
+def pieces(shared: list[list[int]]) -> np.ndarray:
+    """What each program reads of parts that were `shared_out`, of one block or of several: int64 [n, 4], or more where
+    more is told of each part before its last number."""
+    parts = np.array(shared or np.zeros((0, 5)), np.int64)
+    lo, hi, each = parts[:, 2], parts[:, 3], parts[:, -1]
+    programs = (hi - lo + each - 1) // each
+    ends = programs.cumsum()
+    found = parts.repeat(programs, 0)
+    found[:, 2] += (np.arange(len(found)) - (ends - programs).repeat(programs)) * found[:, -1]
+    found[:, 3] = np.minimum(found[:, 2] + found[:, -1], found[:, 3])
+    return found[:, :-1]
 
 
 class Class(NamedTuple):
-    """A class of pages: its entries as edges, int64 [n, EDGE_NUMBERS], and which are scored by the turned queries,
-    [n]. Turned ones come first, and parts of pages last, so that what can be seen wholly stands in one piece.
-    `summaries`: see `kernels.paged`; int64 [n], 0 = there is none."""
+    """A class of pages: the numbers that its entries have as edges, int64 [EDGE_NUMBERS, n], and which are scored by
+    the turned queries, [n]. Turned ones come first, and parts of pages last, so that what can be seen wholly stands in
+    one piece. `summaries`: see `kernels.paged`; int64 [n], 0 = there is none."""
 
-    edges: np.ndarray
+    numbers: np.ndarray
     turned: np.ndarray
     summaries: np.ndarray
 
@@ -118,20 +141,29 @@ class Class(NamedTuple):
         e = entries
         numbers = words(e.addresses, slots), e.first, e.lo, e.hi, e.since, np.minimum(e.until, FAR)
         summaries = e.summaries.addresses if e.summaries else np.zeros(len(e), np.int64)
-        found, cut = cls(np.stack(numbers, 1), e.turned, summaries), e.hi - e.lo < size
-        if not cut.any() and not e.turned.any():
+        found, cut = cls(np.array(numbers), e.turned, summaries), e.hi - e.lo < size
+        if not cut.any() and not e.any_turned:
             return found
         order = np.lexsort((-e.turned, cut))
-        return cls(found.edges[order], found.turned[order], summaries[order])
+        return cls(found.numbers[:, order], found.turned[order], summaries[order])
 
     @property
     def words(self) -> np.ndarray:
         """The table: int64 [n]."""
-        return self.edges[:, 0]
+        return self.numbers[0]
+
+    @property
+    def edges(self) -> np.ndarray:
+        """All of its entries: int64 [n, EDGE_NUMBERS]."""
+        return self.numbers.T.copy()
+
+    def beside(self, other: Class) -> Class:
+        """These entries, and those of another class behind them."""
+        return Class(*(np.concatenate(pair, -1) for pair in zip(self, other, strict=True)))
 
     def edged(self, size: int, window: int) -> bool:
         """Whether there are queries that see some but not all of an entry, or blocks of which some do not see it."""
-        _, first, lo, hi, since, until = self.edges.T
+        _, first, lo, hi, since, until = self.numbers
         steady = (hi - lo == size) & (since >= first + size) & (since % size == 0) & (until == FAR)
         return bool(window or not steady.all())
 
@@ -143,37 +175,37 @@ def shares(table: Class, opened: Class | None, firsts: np.ndarray, lasts: np.nda
     each kind of queries, two where nothing is sealed: those of open pages that are seen wholly stand apart from others
     unless the table has edges.
     """
-    columns: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-    edges = [table.edges[:0]]
-
-    def add(kind: int, turned: int, of: Class, picked: np.ndarray) -> None:
-        counts, done = picked.sum(1), sum(map(len, edges))
-        columns.append((kind, turned, done + counts.cumsum() - counts, done + counts.cumsum()))
-        edges.append(of.edges[np.nonzero(picked)[1]])
-
-    turns = table.turned.any() or (opened is not None and opened.turned.any())
-    for turned in (0, 1) if turns else (0,):
-        some, whole = _seen(table, turned, firsts, lasts, window, size)
-        lo, hi = _longest_run(whole)
-        at = np.arange(len(table.turned))
-        rest = some & ((at < lo[:, None]) | (at >= hi[:, None]))
-        if opened is not None:
-            some, whole = _seen(opened, turned, firsts, lasts, window, size)
-            apart = whole & ~rest.any(1, keepdims=True)
-            add(OPEN, turned, opened, some & ~apart)
-            add(OPEN, turned, opened, apart)
-        add(OPEN if opened is None else EDGES, turned, table, rest)
-        columns.append((WHOLE, turned, lo, hi))
-    work = np.stack([np.stack(np.broadcast_arrays(*column), 1) for column in columns], 1).astype(np.int32)
-    return Shares(_packed(work), np.concatenate(edges))
+    of = table if opened is None else table.beside(opened)
+    n, sealed = len(of.turned), len(table.turned)
+    at = np.arange(n)
+    is_open, kinds = at >= sealed, (OPEN, WHOLE) if opened is None else (OPEN, OPEN, EDGES, WHOLE)
+    columns, picked = [], []
+    for turned in (0, 1) if of.turned.any() else (0,):
+        some, whole = _seen(of, turned, firsts, lasts, window, size)
+        lo, hi = _longest_run(whole[:, :sealed])
+        others = some & ((at < lo[:, None]) | (at >= hi[:, None]))
+        rest, apart = others & ~is_open, whole & is_open
+        apart &= ~rest.any(1, keepdims=True)
+        picked.append((rest,) if opened is None else (others & is_open & ~apart, apart, rest))
+        columns.append((turned, lo, hi))
+    edges = np.flatnonzero(picked)  # of [turned, kinds but the last one, blocks, n]
+    shape = len(columns), len(kinds) - 1, len(firsts)
+    counts = np.bincount(edges // n, minlength=math.prod(shape)).reshape(shape)
+    ends = counts.cumsum().reshape(shape)
+    work = np.empty((len(firsts), len(columns), len(kinds), 4), np.int32)
+    for i, (turned, lo, hi) in enumerate(columns):
+        work[:, i, :, 0], work[:, i, :, 1] = kinds, turned
+        work[:, i, :-1, 2], work[:, i, :-1, 3] = (ends[i] - counts[i]).T, ends[i].T
+        work[:, i, -1, 2], work[:, i, -1, 3] = lo, hi
+    return Shares(_packed(work.reshape(len(firsts), -1, 4)), of.numbers[:, edges % n].T)
 
 
 def _packed(work: np.ndarray) -> np.ndarray:
     """Without parts that no block has, and those of each block first."""
-    work[work[..., 2] >= work[..., 3]] = 0
-    order = np.argsort(work[..., 0] == NOTHING, 1, kind="stable")[..., None]
-    most = max(1, int((work[..., 0] != NOTHING).sum(1).max()))
-    return np.take_along_axis(work, order, 1)[:, :most]
+    nothing = work[..., 2] >= work[..., 3]
+    work[nothing] = 0
+    most = max(1, work.shape[1] - int(nothing.sum(1).min()))
+    return work[np.arange(len(work))[:, None], nothing.argsort(1, kind="stable")[:, :most]]
 
 
 def next_change(classes: Iterable[Entries], position: int) -> int:
@@ -187,13 +219,13 @@ def _seen(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Which entries of that kind some query of each block sees rows of, and which are a page of which all see every
     row: bool [blocks, n] each."""
-    _, first, lo, hi, since, until = of.edges.T
-    oldest, newest, reach, a, b = first + lo, first + hi - 1, window or FAR, firsts[:, None], lasts[:, None]
-    mine = (of.turned == turned) & (lo < hi)
-    begin, end = np.maximum(since, oldest), np.minimum(until, newest + reach)
-    some = mine & (np.maximum(begin, a) < np.minimum(end, b + 1))
-    begin, end = np.maximum(since, newest), np.minimum(until, oldest + reach)
-    return some, mine & (hi - lo == size) & (begin <= a) & (b < end)
+    _, first, lo, hi, since, until = of.numbers
+    oldest, newest, a, b = first + lo, first + hi - 1, firsts[:, None], lasts[:, None]
+    mine, end, end_of_whole = (of.turned == turned) & (lo < hi), until, until
+    if window:
+        end, end_of_whole = np.minimum(until, newest + window), np.minimum(until, oldest + window)
+    some = mine & (np.maximum(np.maximum(since, oldest), a) < np.minimum(end, b + 1))
+    return some, mine & (hi - lo == size) & (np.maximum(since, newest) <= a) & (b < end_of_whole)
 
 
 def _longest_run(flags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

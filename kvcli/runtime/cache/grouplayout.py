@@ -141,6 +141,7 @@ class GroupLayout:
         first, last = (max(self.sealed_rows(n), self.sinks * self.page_size) for n in (start, end))
         return first, last
 
+    @cached_property
     def open_class(self) -> GroupLayout | None:
         """These layers in 16 bits, for the sinks and for pages that are being filled; None if not sealed."""
         if not self.sealed:

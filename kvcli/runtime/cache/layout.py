@@ -182,7 +182,7 @@ class KVLayout:
     @cached_property
     def row_arenas(self) -> tuple[GroupLayout, ...]:
         """Every group, then the 16-bit classes of the sealed ones in the same order."""
-        return self.groups + tuple(opened for g in self.groups if (opened := g.open_class()))
+        return self.groups + tuple(opened for g in self.groups if (opened := g.open_class))
 
     @cached_property
     def arenas(self) -> tuple[Arena, ...]:

@@ -22,9 +22,9 @@ Bases = tuple[tuple[Basis, ...], ...]  # of each group, of each of its layers
 
 
 class PoolMemory(Sequence[torch.Tensor | None]):
-    """The memory of each of some pages: see `PagePool.page`; None for NO_PAGE."""
+    """The memory of each of some pages, int64 [n]: see `PagePool.page`; None for NO_PAGE."""
 
-    def __init__(self, pool: PagePool, arena: int, pages: list[int]) -> None:
+    def __init__(self, pool: PagePool, arena: int, pages: np.ndarray) -> None:
         self._pool, self._arena, self._pages = pool, arena, pages
 
     def __len__(self) -> int:
@@ -35,19 +35,20 @@ class PoolMemory(Sequence[torch.Tensor | None]):
         return None if page == NO_PAGE else self._pool.page(self._arena, page)
 
     @property
-    def pages(self) -> list[int]:
-        """Their numbers in the pool."""
+    def pages(self) -> np.ndarray:
+        """Their numbers in the pool: int64 [n]."""
         return self._pages
 
-    def some(self, which: np.ndarray) -> PoolMemory:
-        """Those at these places."""
-        return PoolMemory(self._pool, self._arena, [self._pages[at] for at in which.tolist()])
+    @property
+    def addresses(self) -> np.ndarray:
+        """Of the first layer's: int64 [n]."""
+        return self._pool.addresses(self._arena, self._pages)
 
 
 class PoolSummaries(Sequence[torch.Tensor | None]):
     """The summary of each of some pages: see `PagePool.summary`."""
 
-    def __init__(self, pool: PagePool, arena: int, pages: list[int]) -> None:
+    def __init__(self, pool: PagePool, arena: int, pages: np.ndarray) -> None:
         self._pool, self._arena, self._pages = pool, arena, pages
         self.settled = False  # whether all that are chosen among were there once
 
@@ -62,13 +63,14 @@ class PoolSummaries(Sequence[torch.Tensor | None]):
         """Of the first layer's: int64 [n]."""
         return self._pool.summaries(self._arena, self._pages)[0]
 
+    @property
     def missing(self) -> np.ndarray:
-        """The places of those that are still to be made: int64."""
-        return np.flatnonzero(self._pool.summaries(self._arena, self._pages)[1])
+        """Which are still to be made: bool [n]."""
+        return self._pool.summaries(self._arena, self._pages)[1]
 
     def settle(self, made: np.ndarray) -> None:
         """The summaries at these places have been made: all are there."""
-        self._pool.settle_summaries(self._arena, [self._pages[at] for at in made.tolist()])
+        self._pool.settle_summaries(self._arena, self._pages[made])
         self.settled = True
 
 
@@ -144,10 +146,22 @@ class Form:
         """Numbers of that page and those behind it, the last first."""
         return itertools.takewhile(lambda n: n >= number, reversed(self.pages))
 
-    def find(self, numbers: np.ndarray) -> tuple[np.ndarray, PoolMemory]:
-        """`addresses` and `memory` of these pages, as `Entries` and `Into` have them."""
-        pages = [self.pages.get(number, NO_PAGE) for number in numbers.tolist()]
-        return self.pool.addresses(self.arena, pages), PoolMemory(self.pool, self.arena, pages)
+    @property
+    def numbers(self) -> np.ndarray:
+        """Of its pages: int64 [n], ascending."""
+        return np.fromiter(self.pages, np.int64, len(self.pages))
+
+    def memory(self, numbers: np.ndarray, of: np.ndarray) -> PoolMemory:
+        """Of the pages with the numbers `of`, which are some of `numbers`."""
+        pages = np.fromiter(self.pages.values(), np.int64, len(self.pages))
+        found = pages if of is numbers else pages[numbers.searchsorted(of)]
+        return PoolMemory(self.pool, self.arena, found)
+
+    def into(self, numbers: range, page_size: int, whole: bool) -> Into:
+        """Those of these pages that are there, to be written to."""
+        pages = np.array([self.pages.get(number, NO_PAGE) for number in numbers], np.int64)
+        memory = PoolMemory(self.pool, self.arena, pages)
+        return Into(numbers.start * page_size, memory.addresses, memory, whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,22 +289,14 @@ class PageList:
         changes = tuple(form.changes for form in self.forms)
         key = into, changes, evicts, evicts.start(start) if evicts else layout.chunk_start(start), chosen
         if self._made is None or self._made[0] != key or self._made[1] is not self.bases:
-            make = self._layers(start, np.array(into, np.int64), chosen)
+            make = self._layers(start, into, chosen)
             self._made = key, self.bases, Layers(len(layout.layers), make)
         return self._made[2]
 
-    def _layers(self, start: int, into: np.ndarray, chosen: PageChoice | None) -> Callable[[int], PagedKV]:
+    def _layers(self, start: int, into: range, chosen: PageChoice | None) -> Callable[[int], PagedKV]:
         """What makes a layer of the group for a step from row `start` on, which writes into the pages `into`."""
         layout, bases = self.layout, self.bases
-        pages = np.array(sorted(set().union(*(form.pages for form in self.forms))), np.int64)
-        shown = layout.retention.shown(pages) if layout.retention else Shown.whole(pages, layout.page_size)
-        if self.selected:
-            end = np.where(pages * layout.page_size < self.selected.below, self.selected.rows, NEVER)
-            shown = replace(shown, hi=np.minimum(shown.hi, end - pages * layout.page_size))
-        if layout.kind == CHUNKED:
-            shown = shown.chunked(layout.window, layout.page_size)
-        opened, closed = layout.open_class(), _read_closed(layout, shown.page)
-        plain, stride = self._listed(self.closed, shown.limited(closed, NEVER), start, into), layout.layer_stride
+        opened, plain, stride = layout.open_class, self._listed(self.closed, start, into), layout.layer_stride
         choice = None
         if chosen is not None:
             among = chosen.candidates(plain[0], layout.page_size)
@@ -298,7 +304,7 @@ class PageList:
             plain = (replace(plain[0], summaries=self._summaries(plain[0], among)), plain[1]) if choice else plain
         if self.open is None or opened is None:
             return lambda i: PagedKV(layout.record, *plain, i, i * stride, None, bases[i], choice)
-        beside = self._listed(self.open, shown.limited(0, closed), start, into)
+        beside = self._listed(self.open, start, into)
 
         def of_layer(i: int) -> PagedKV:
             other = PagedKV(opened.record, *beside, i, i * opened.layer_stride)
@@ -314,16 +320,26 @@ class PageList:
         addresses[among] = found.addresses[among]
         return Summaries(addresses, found, self.layout.summary)
 
-    def _listed(self, form: Form, shown: Shown, start: int, into: np.ndarray) -> tuple[Entries, Into]:
-        """The class of pages that `form` holds: what is there of `shown`, as far as queries from `start` on see it."""
-        addresses, memory = form.find(shown.page)
-        there = np.flatnonzero((addresses != 0) & (shown.until > start))
-        size = self.layout.page_size
+    def _listed(self, form: Form, start: int, into: range) -> tuple[Entries, Into]:
+        """The class of pages that `form` holds: what queries from `start` on see of it, and what is written to."""
+        size, numbers = self.layout.page_size, form.numbers
+        shown = self._shown(numbers)
+        closed = _read_closed(self.layout, shown.page)
+        shown = shown.limited(closed, NEVER, start) if form is self.closed else shown.limited(0, closed, start)
+        memory = form.memory(numbers, shown.page)
         entries = Entries(
-            addresses[there], shown.page[there] * size, shown.lo[there], shown.hi[there], shown.since[there],
-            shown.until[there], shown.turned[there], memory.some(there),
-        )  # fmt: skip
-        return entries, Into(int(into[0]) * size if len(into) else 0, *form.find(into), self.layout.tail > 0)
+            memory.addresses, shown.page * size, shown.lo, shown.hi, shown.since, shown.until, shown.turned, memory
+        )
+        return entries, form.into(into, size, self.layout.tail > 0)
+
+    def _shown(self, pages: np.ndarray) -> Shown:
+        """What is shown of these pages, whichever form they are in."""
+        layout, size = self.layout, self.layout.page_size
+        shown = layout.retention.shown(pages) if layout.retention else Shown.whole(pages, size)
+        if self.selected:
+            end = np.where(pages * size < self.selected.below, self.selected.rows, NEVER)
+            shown = replace(shown, hi=np.minimum(shown.hi, end - pages * size))
+        return shown.chunked(layout.window, size) if layout.kind == CHUNKED else shown
 
 
 def _read_closed(layout: GroupLayout, pages: np.ndarray) -> np.ndarray:

@@ -162,7 +162,7 @@ class PageRows:
         return rotate(found) if self._rotated(values) else found
 
     def _rotated(self, values: bool) -> bool:
-        opened = self.layout.open_class()
+        opened = self.layout.open_class
         if opened is None:
             return False
         mine, theirs = self.layout.record, opened.record

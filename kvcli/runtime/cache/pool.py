@@ -25,7 +25,7 @@ class _Arena:
         self.device = device
         self._room = Room()
         self.pages: list[torch.Tensor] = []  # uint8 [layers, layer_bytes], by page id
-        self.addresses = np.zeros(0, dtype=np.int64)
+        self.addresses = np.zeros(1, dtype=np.int64)  # by page id, and behind them that of NO_PAGE: 0
         self.summaries: list[torch.Tensor] = []  # by page id, where there are any
         self.summary_addresses = np.zeros(0, dtype=np.int64)
         self.summarized = np.zeros(0, dtype=bool)  # whether the summary is that of the rows that are there
@@ -48,7 +48,7 @@ class _Arena:
         by_layer = self.layout.by_layer
         chunk = memory.view(layers, pages, size).transpose(0, 1) if by_layer else memory.view(pages, layers, size)
         self.pages.extend(chunk)
-        self.addresses = np.append(self.addresses, [page.data_ptr() for page in chunk])
+        self.addresses = np.append(self.addresses[:-1], [*(page.data_ptr() for page in chunk), 0])
         if isinstance(self.layout, GroupLayout) and self.layout.summarized:
             summaries = torch.zeros(pages, layers, self.layout.summary.bytes, dtype=torch.uint8, device=self.device)
             self.summaries.extend(summaries)
@@ -174,10 +174,10 @@ class PagePool:
         """The page's memory: uint8 [layers, layer_bytes], writable; in one piece unless chunks are by layer."""
         return self._arenas[arena].pages[page]
 
-    def addresses(self, arena: int, pages: list[int]) -> np.ndarray:
-        """Where the first layer of each page is, 0 for NO_PAGE: int64 [n]. See `GroupLayout.layer_stride`."""
-        wanted, known = np.array(pages, dtype=np.int64), self._arenas[arena].addresses
-        return np.where(wanted == NO_PAGE, 0, known[wanted] if len(known) else 0)
+    def addresses(self, arena: int, pages: np.ndarray) -> np.ndarray:
+        """Where the first layer of each of these pages, int64 [n], is, 0 for NO_PAGE: int64 [n]. See
+        `GroupLayout.layer_stride`."""
+        return self._arenas[arena].addresses[pages]
 
     def outdate(self, arena: int, page: int) -> None:
         """The page is written to: its summary, where it has one, is to be made again."""
@@ -185,8 +185,9 @@ class PagePool:
         if len(a.summarized):
             a.summarized[page] = False
 
-    def summaries(self, arena: int, pages: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Where the summary of the first layer of each page is, int64 [n], and which are still to be made, bool [n]."""
+    def summaries(self, arena: int, pages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Where the summary of the first layer of each of these pages, int64 [n], is, int64 [n], and which are still to
+        be made, bool [n]."""
         a = self._arenas[arena]
         return a.summary_addresses[pages], ~a.summarized[pages]
 
@@ -194,8 +195,8 @@ class PagePool:
         """What tells of the page's keys (`SummaryLayout`): uint8 [layers, bytes], writable; see `settle_summaries`."""
         return self._arenas[arena].summaries[page]
 
-    def settle_summaries(self, arena: int, pages: list[int]) -> None:
-        """The summaries of these pages have been made."""
+    def settle_summaries(self, arena: int, pages: np.ndarray) -> None:
+        """The summaries of these pages, int64 [n], have been made."""
         self._arenas[arena].summarized[pages] = True
 
     def used(self, arena: int) -> int:

@@ -63,8 +63,8 @@ class Shown:
         until = np.minimum(self.until[some], (number + 1) * chunk)
         return Shown(self.page[some], lo, hi, self.since[some], until, self.turned[some])
 
-    def limited(self, since: np.ndarray | int, until: np.ndarray | int) -> Shown:
-        """These rows, but only to queries in [since, until), int64 [n]; what nobody sees is left out."""
+    def limited(self, since: np.ndarray | int, until: np.ndarray | int, start: int) -> Shown:
+        """These rows, but only to queries in [since, until), int64 [n]; what none sees from `start` on is left out."""
         begin, end = np.maximum(self.since, since), np.minimum(self.until, until)
-        some = begin < end
-        return Shown(*(x[some] for x in (self.page, self.lo, self.hi, begin, end, self.turned)))
+        some, found = np.maximum(begin, start) < end, (self.page, self.lo, self.hi, begin, end, self.turned)
+        return Shown(*(found if some.all() else (x[some] for x in found)))

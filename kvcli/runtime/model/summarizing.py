@@ -23,7 +23,7 @@ def missing(layers: Layers) -> np.ndarray:
     found, memory = layers[0].entries.summaries, _unsettled(layers)
     if found is None or memory is None:
         return np.zeros(0, np.int64)
-    return np.intersect1d(memory.missing(), np.flatnonzero(found.addresses))
+    return np.flatnonzero(memory.missing & (found.addresses != 0))
 
 
 def summarize_group(model: Decoder, layers: Layers, numbers: tuple[int, ...], which: np.ndarray) -> None:

@@ -16,7 +16,7 @@ from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.combine import most_parts
 from kvcli.kernels.gpu.pages import Asked, DevicePages, HostLists, PageLists, Sealing
 from kvcli.kernels.gpu.places import MOST_SLOTS, words
-from kvcli.kernels.gpu.shares import EDGE_NUMBERS, NOTHING, WHOLE, NoRoom, Shares, next_change
+from kvcli.kernels.gpu.shares import EDGE_NUMBERS, WHOLE, NoRoom, next_change, pieces, shared_out
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
 from kvcli.runtime.cache.sequence import Part
 from kvcli.runtime.engine.graph.pages import PAGES_EACH, CentreAngles, GraphPages, sent
@@ -31,8 +31,7 @@ class RowLists(NamedTuple):
     """What one row sees, up to the position `end`: its work is not shared out yet, and `edges` are its own. `change`:
     the position from which on other rows are seen; `slot`: of the angles of the page that the row goes into."""
 
-    table: np.ndarray
-    work: np.ndarray  # int32 [n, 4]
+    work: list[list[int]]  # of each part, its four numbers
     edges: np.ndarray
     shift: int
     into: int
@@ -47,18 +46,12 @@ class RowLists(NamedTuple):
     @property
     def whole(self) -> int:
         """Pages that are seen wholly."""
-        runs = self.work[self.work[:, 0] == WHOLE]
-        return int((runs[:, 3] - runs[:, 2]).sum())
+        return sum(hi - lo for kind, _, lo, hi in self.work if kind == WHOLE)
 
     @property
     def runs(self) -> int:
         """How many runs of these there are."""
-        return int((self.work[:, 0] == WHOLE).sum())
-
-
-def _word(address: int, slot: int) -> int:
-    """See `places.words`."""
-    return int(words(np.array([address], np.int64), np.array([slot], np.int64))[0])
+        return sum(part[0] == WHOLE for part in self.work)
 
 
 class BatchTables:
@@ -83,8 +76,8 @@ class BatchTables:
         sizes = [self.rows, self.rows, self.rows, self.rows + 1, self.items * ITEM_NUMBERS // 2]
         sizes = [n + n % 2 for n in (*sizes, EDGE_NUMBERS * self.rows * edges_each)]  # see `GroupTables`
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._places = self.head.split(sizes)
-        shift, into, open_into, starts, work, edges = self._places
+        self._sizes = sizes
+        shift, into, open_into, starts, work, edges = self.head.split(sizes)
         self.lists = PageLists(
             position, shift[: self.rows], torch.zeros(self.rows * self.pitch, dtype=torch.int64, device=device),
             work.view(torch.int32)[: self.items * ITEM_NUMBERS].view(-1, ITEM_NUMBERS), edges.view(-1, EDGE_NUMBERS),
@@ -92,7 +85,8 @@ class BatchTables:
             edged=group.sealed and (not group.tail or group.window > 0 or evicts is not None), spare=True, apart=True,
             starts=starts.view(torch.int32), sealing=torch.arange(self.rows, device=device),
         )  # fmt: skip
-        self._table = np.zeros((self.rows, self.pitch), np.int64)  # what is there
+        self._table = np.zeros((self.rows, self.pitch), np.int64)
+        self._changed: list[np.ndarray] = []  # the places of words that are not on the device yet
         self._rows: list[RowLists | None] = [None] * self.rows
         self.parts = FEWEST_PARTS  # most that a row has, or more
 
@@ -115,7 +109,8 @@ class BatchTables:
         last = (at // size + 1) * size
         before = self._rows[row]
         if before is not None and before.end == at == last - 1 and before.change >= last:
-            self._rows[row] = before._replace(end=last, into=_word(int(kv.into.addresses[0]), before.slot))
+            (word,) = words(kv.into.addresses, np.array([before.slot])).tolist()
+            self._rows[row] = before._replace(end=last, into=word)
             return
         change = min(next_change([each.entries for each in kv.classes], at), last)
         sealing = self.group.sealed and self.group.tail and at < last - 1
@@ -123,26 +118,29 @@ class BatchTables:
         slots, numbers = None, np.zeros(0, np.int64)
         if self.centres:
             into = kv.into.first // size + np.arange(len(kv.into.addresses))
-            numbers = np.append(kv.entries.first // size, into)
-            others = [x.numbers for i, x in enumerate(self._rows) if x is not None and i != row]
-            slots = self._slots(numbers, others, len(kv.entries))
-        asked = Asked(at, 1, 1, self.group.reach)
+            numbers = np.concatenate((kv.entries.first // size, into))
+            slots = self._slots(row, numbers, len(kv.entries))
+        asked = Asked(at, 1, 1, self.group.reach, edged=self.lists.edged)
         blocks = np.array([at]), np.array([change - 1])  # with the last row, whose lists are these but for `into`
         found = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
         if len(found.table) > self.pitch:
             raise NoRoom("a list longer than planned")
+        changed = np.flatnonzero(self._table[row, : len(found.table)] != found.table)
+        self._table[row, changed] = found.table[changed]
+        self._changed.append(row * self.pitch + changed)
         self._rows[row] = RowLists(
-            found.table, found.shares.work[0], found.shares.edges, int(found.shift[0]), int(found.into[0]),
+            found.shares.work[0].tolist(), found.shares.edges, int(found.shift[0]), int(found.into[0]),
             int(found.open_into[0]), found.turns, found.edged, numbers, end, change,
             int(slots[1][0]) if slots is not None else 0,
         )  # fmt: skip
 
-    def _slots(self, numbers: np.ndarray, others: list[np.ndarray], n: int) -> tuple[np.ndarray, np.ndarray]:
+    def _slots(self, row: int, numbers: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Of the angles of a row's pages, the first n of which are entries; those of other rows stay."""
         assert self.centres is not None
         if self.group.retention is None:
             found = self.centres.place(numbers)
         else:
+            others = (x.numbers for i, x in enumerate(self._rows) if x is not None and i != row)
             together = np.concatenate([numbers, *others])
             if len(np.unique(together)) > len(self.centres.pages):
                 raise NoRoom("more pages than there are slots for angles")
@@ -164,7 +162,7 @@ class BatchTables:
         parts = max(FEWEST_PARTS, 1 << (max(counts) - 1).bit_length())
         self.parts = self.parts if parts <= self.parts <= 4 * parts else parts
         of_rows = np.array([(0, 0, 0) if x is None else (x.shift, x.into, x.open_into) for x in self._rows], np.int64)
-        starts = np.zeros(2 * len(self._places[3]), np.int32)
+        starts = np.zeros(2 * self._sizes[3], np.int32)
         starts[: self.rows + 1] = [0, *accumulate(counts)]
         padded = np.zeros((self.items, ITEM_NUMBERS), np.int32)
         if len(work) > self.items:
@@ -174,49 +172,42 @@ class BatchTables:
 
     def _upload_table(self) -> None:
         """Words that are not there already: mostly the last one of each row."""
-        changed = [np.zeros(0, np.int64)]
-        for row, found in enumerate(self._rows):
-            if found is not None:
-                places = np.flatnonzero(self._table[row, : len(found.table)] != found.table)
-                self._table[row, places] = found.table[places]
-                changed.append(row * self.pitch + places)
-        at = np.concatenate(changed)
+        at = np.concatenate([np.zeros(0, np.int64), *self._changed])
+        self._changed.clear()
         if len(at):
             there, words = sent(torch.from_numpy(np.stack((at, self._table.reshape(-1)[at]))), self.head.device)
             self.lists.table[there] = words
 
     def _work(self) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Items of all rows, int32 [n, ITEM_NUMBERS]; their edges; and how many items each row has.
+        """Items of all rows, int64 [n, ITEM_NUMBERS]; their edges; and how many items each row has.
 
         What rows see wholly is shared out by pages, so that programs have about as many each, however long the
         sequences are. The longest come first: the others fill what these leave free.
         """
         there = [(row, x) for row, x in enumerate(self._rows) if x is not None]
         each = max(PAGES_EACH, -(-sum(x.whole for _, x in there) // self.budget))
-        counts, items, edges, done = [0] * self.rows, [], [np.zeros((0, EDGE_NUMBERS), np.int64)], 0
+        shared, edges, done = [], [np.zeros((0, EDGE_NUMBERS), np.int64)], 0
         for row, x in there:
             others = len(x.work) - x.runs
             parts = min(self.most, others + max(x.runs, -(-x.whole // each)))
-            (work,) = Shares(x.work[None], x.edges).spread(parts).work
-            work = work[work[:, 0] != NOTHING]
-            base = np.where(work[:, 0] == WHOLE, row * self.pitch, done)[:, None]
-            rest = np.full((len(work), 2), (row, 0), np.int32)
-            items.append(np.concatenate((work[:, :2], work[:, 2:] + base.astype(np.int32), rest), 1))
-            counts[row], done = len(work), done + len(x.edges)
+            for kind, turned, lo, hi, entries in shared_out(x.work, parts):
+                base = row * self.pitch if kind == WHOLE else done
+                shared.append([kind, turned, base + lo, base + hi, row, 0, entries])
+            done += len(x.edges)
             edges.append(x.edges)
-        work = np.concatenate([np.zeros((0, ITEM_NUMBERS), np.int32), *items])
+        work = pieces(shared) if shared else np.zeros((0, ITEM_NUMBERS), np.int64)
         work[:, 5] = np.arange(len(work))
         longest = np.argsort(np.where(work[:, 0] == WHOLE, work[:, 2] - work[:, 3], 0), kind="stable")
-        return work[longest], np.concatenate(edges), counts
+        return work[longest], np.concatenate(edges), np.bincount(work[:, 4], minlength=self.rows).tolist()
 
     def _upload(self, *numbers: np.ndarray) -> None:
         """All but the table, by one copy."""
-        head, first = np.zeros(len(self.head), np.int64), 0
-        for values, place in zip(numbers, self._places, strict=True):
-            if values.size > len(place):
+        head, first = np.zeros(sum(self._sizes), np.int64), 0
+        for values, size in zip(numbers, self._sizes, strict=True):
+            if values.size > size:
                 raise NoRoom("lists longer than planned")
             head[first : first + values.size] = values.reshape(-1)
-            first += len(place)
+            first += size
         self.head.copy_(sent(torch.from_numpy(head), self.head.device))
 
 

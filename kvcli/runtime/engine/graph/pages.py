@@ -136,8 +136,8 @@ class GroupTables:
         most = 2 * max(MOST_PARTS, self.most) * self.blocks, EDGE_NUMBERS * (2 * slots + EDGES_OF_BLOCK * self.blocks)
         sizes = [n + n % 2 for n in (rows, self.pages, self.pages, 3, *most)]  # each begins at a multiple of 16 bytes
         self.head = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
-        self._places = self.head.split(sizes)
-        shift, into, open_into, limits, work, edges = self._places
+        self._sizes = sizes
+        shift, into, open_into, limits, work, edges = self.head.split(sizes)
         self.centres = CentreAngles.shared(group, slots, device)
         self.lists = PageLists(
             position, shift[:rows], self._table_of(2 * slots, device),
@@ -221,22 +221,23 @@ class GroupTables:
         if self._bound == (layers, bucket) and position in self._positions:
             return False
         kv, size, before = layers[0], self.group.page_size, self.lists
-        asked = Asked(position, self.rows, self.block, self.group.reach, choose=self.chosen)
+        asked = Asked(position, self.rows, self.block, self.group.reach, edged=before.edged, choose=self.chosen)
         positions = range(0)
-        blocks = asked.blocks
         if self.rows == 1:
             change = next_change([each.entries for each in kv.classes], position)
             positions = range(position, min(change, (position // size + 1) * size))
-            blocks = np.array([position]), np.array([positions[-1]])
+        blocks = (np.array([position]), np.array([positions[-1]])) if positions else asked.blocks
         slots = None
         if self.centres:
             n, numbers = len(kv.entries), kv.into.first // size + np.arange(len(kv.into.addresses))
-            found = self.centres.place(np.append(kv.entries.first // size, numbers))
+            found = self.centres.place(np.concatenate((kv.entries.first // size, numbers)))
             slots = found[:n], found[n:]
         if self.chosen:
             self._words = words(kv.entries.addresses, slots[0] if slots else None)
         lists = HostLists.of(kv, part.shifts[group], asked, blocks, slots)
-        self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
+        more = (lists.turns and not before.turns) or (lists.edged and not before.edged)
+        if more:
+            self.lists = replace(before, turns=before.turns or lists.turns, edged=before.edged or lists.edged)
         parts = self.parts(bucket)
         work, edges = lists.shares.padded(parts) if self.alike else lists.shares.spread(parts)
         if self._noted is not None and max(len(lists.table), len(edges)) * size > self._noted.edges_from:
@@ -249,16 +250,16 @@ class GroupTables:
         if self._noted is not None:
             self._upload_table("places", lists.places, self._noted.places)
         self._bound, self._positions = (layers, bucket), positions
-        return (self.lists.turns, self.lists.edged) != (before.turns, before.edged)
+        return more
 
     def _upload(self, *numbers: np.ndarray) -> None:
         """All but the table, by one copy."""
-        if any(values.size > len(place) for values, place in zip(numbers, self._places, strict=True)):
+        if any(values.size > size for values, size in zip(numbers, self._sizes, strict=True)):
             raise NoRoom("lists longer than planned")
-        head, first = np.zeros(sum(map(len, self._places[:-1])) + numbers[-1].size, np.int64), 0
-        for values, place in zip(numbers, self._places, strict=True):
+        head, first = np.zeros(sum(self._sizes[:-1]) + numbers[-1].size, np.int64), 0
+        for values, size in zip(numbers, self._sizes, strict=True):
             head[first : first + values.size] = values.reshape(-1)
-            first += len(place)
+            first += size
         self.head[: len(head)] = sent(torch.from_numpy(head), self.head.device)
 
     def _upload_table(self, name: str, words: np.ndarray, to: torch.Tensor) -> None:
@@ -308,7 +309,7 @@ class GraphPages:
     def _layer(self, layer: int) -> DevicePages:
         """The layer's pages, with a mean and scales that `bind_bases` fills in."""
         tables, i = self.of(layer)
-        group, lists, opened = tables.group, replace(tables.lists, noted=tables.noted), tables.group.open_class()
+        group, lists, opened = tables.group, replace(tables.lists, noted=tables.noted), tables.group.open_class
         centre, scale_k, scale_v = (None if x is None else x[i] for x in self._bases[self.tables.index(tables)])
         rope = self.model.ropes.table(self.model.config.layers[layer].rope)
         return DevicePages(
@@ -331,7 +332,7 @@ class GraphPages:
         """Layers whose pages are sealed as they fill, in runs of layers that are alike: the first one, how many they
         are, and `strides` as `seal_step` (kernels/gpu/seal.py) wants them."""
         for group in self.layout.groups:
-            opened = group.open_class()
+            opened = group.open_class
             if opened is None or not group.tail:
                 continue
             for _, run in groupby(group.layers, lambda i: self.model.config.layers[i].rope):
