@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOW_TESTS = ("tests/kernels/test_gpu_targets.py", "tests/kernels/test_gpu_forked.py")  # compile; need no GPU
+SLOW_TESTS = tuple(f"tests/kernels/test_gpu_{name}.py" for name in ("targets", "forked", "hashes"))  # compile; need no GPU
 TESTS = "tests/kernels/test_gpu_*.py tests/engine/test_gpu_*.py tests/cache/test_gpu_eviction.py"
 BENCH = "kv bench -m 8b.gguf"
 JOBS = {
