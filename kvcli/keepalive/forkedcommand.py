@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import _signal
+import _socket
 import io
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import F_DUPFD_CLOEXEC, fcntl
 from marshal import loads
 from typing import TYPE_CHECKING
 
-from kvcli.keepalive import inheritance, thisprocess, wire
+from kvcli.keepalive import inheritance, pages, thisprocess, wire
+from kvcli.runtime.host.memory import CPU
 
 if TYPE_CHECKING:
-    import _socket
-    from typing import TextIO
+    from typing import NoReturn, TextIO
+
+    from kvcli.keepalive.host import Host
 
 TAKEN_S = 5.0  # until another process must have taken a command
 HIGH = 512  # descriptors of ours are above this one, out of the way of the caller's
@@ -58,6 +61,49 @@ class Request:
         return Request(self.body, folder, tuple(fds), self.argv, self.environment, self.numbers)
 
 
+def stand_by(host: Host, theirs: _socket.socket, asked: _socket.socket, control: int) -> NoReturn:
+    """In a process that was forked ahead: wait at `asked`, of which `theirs` is the other end, for a command, and
+    do it."""
+    try:
+        own, control = moved(asked, control)
+        theirs.close()
+        asked.close()
+        let_go(host.kept_open)
+        pages.copy(host.written)
+        _, body, fds = wire.receive(own)
+        own.close()
+        conn, request = _socket.socket(fileno=fds[0]), Request.of(body, fds[1:])
+        caller = wire.peer(conn)[0]
+    except (OSError, ValueError, wire.Closed):  # nobody will ask any more
+        os._exit(0)
+    do(host, conn, caller, request, control)
+
+
+def do(host: Host, conn: _socket.socket, caller: int, request: Request, control: int) -> NoReturn:
+    """In the forked process: the command, of which this never returns."""
+    to_caller = conn
+    try:
+        to_caller, control = moved(conn, control)
+        thisprocess.forked = forked = become(request, to_caller, control, caller, host.kept_open)
+        forked.key, forked.kept = host.wanted.key, host.loaded
+        open_streams(*host.streams)
+    except Exception:  # it cannot be what the caller's process is, which does the command itself
+        # First, for a caller that leaves ends this.
+        thisprocess.Forked("", None, None, to_caller, control, caller).tell("away")
+        with suppress(OSError):
+            wire.send(to_caller, wire.COLD)
+        os._exit(0)
+    try:
+        if wire.receive(to_caller)[0] != wire.GO:
+            os._exit(1)
+    except (OSError, wire.Closed):  # the caller is gone
+        os._exit(1)
+    from kvcli import __main__
+
+    __main__.command()
+    os._exit(0)
+
+
 def become(
     request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]
 ) -> thisprocess.Forked:
@@ -67,16 +113,9 @@ def become(
     The caller's descriptors get the numbers that they have there; none of ours is left. Raises OSError.
     """
     os.setpgid(0, 0)
-    for each in set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE}:
-        with suppress(OSError, ValueError):
-            signal.signal(each, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     request = request.moved()  # before there may be fewer descriptors
+    let_go(kept_open)
     parent = inheritance.take(caller)
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number < HIGH and number not in kept_open:
-            with suppress(OSError):  # of this listing
-                os.close(number)
     for number, fd in zip(request.numbers, request.fds, strict=True):
         os.dup2(fd, number)
     os.fchdir(request.folder)
@@ -87,6 +126,27 @@ def become(
     thisprocess.started_with.clear()
     thisprocess.started_with.update(os.environ)
     return thisprocess.Forked("", None, request, conn, control, parent)
+
+
+def let_go(kept_open: Collection[int]) -> None:
+    """In a process just forked: no signal is handled as before, and below HIGH no descriptors are left but
+    `kept_open`."""
+    from kvcli.__main__ import leave
+
+    for each in range(1, _signal.NSIG):
+        if each not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGPIPE):
+            with suppress(OSError, ValueError):  # of the C library's own
+                _signal.signal(each, _signal.SIG_DFL)
+    _signal.signal(_signal.SIGINT, leave)
+    close_all(range(HIGH), but=kept_open)
+
+
+def close_all(numbers: Container[int], but: Collection[int]) -> None:
+    """Those descriptors among `numbers`."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number in numbers and number not in but:
+            with suppress(OSError):  # of this listing
+                os.close(number)
 
 
 def allow_descriptors() -> None:
@@ -100,10 +160,8 @@ def allow_descriptors() -> None:
 
 def moved(conn: _socket.socket, control: int) -> tuple[_socket.socket, int]:
     """The two above HIGH. Raises OSError."""
-    import _socket
-
     conn.setblocking(True)
-    high = fcntl(control, F_DUPFD_CLOEXEC, HIGH)
+    high = control if control >= HIGH else fcntl(control, F_DUPFD_CLOEXEC, HIGH)
     return _socket.socket(fileno=fcntl(conn.fileno(), F_DUPFD_CLOEXEC, HIGH)), high
 
 
@@ -140,6 +198,16 @@ def hand_on(forked: thisprocess.Forked, name: str) -> None:
 
 
 def tell_end(forked: thisprocess.Forked, code: int) -> None:
-    """The command is done: tell the caller, who may have nobody else to tell it."""
+    """The command is done: tell the caller, who may have nobody else to tell it.
+
+    On a CPU all that others could find is gone by then, files and memory of its own, and the caller need not wait until
+    the system has taken apart what is shared.
+    """
+    if forked.kept is None or str(forked.kept.device) != CPU:
+        with suppress(OSError):
+            wire.send(forked.conn, wire.DONE, str(code).encode())
+        return
+    forked.tell(thisprocess.DONE)
+    close_all(range(sys.maxsize), but={forked.conn.fileno()})
     with suppress(OSError):
-        wire.send(forked.conn, wire.DONE, str(code).encode())
+        wire.send(forked.conn, wire.ENDED, str((code & 0xFF) << 8).encode())

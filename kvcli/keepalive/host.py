@@ -11,23 +11,24 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kvcli import environment, startup
-from kvcli.keepalive import inheritance, kept, pressure, socketfolder, spawn, thisprocess, wire
+from kvcli.keepalive import inheritance, kept, pages, pressure, socketfolder, spawn, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
-from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors, become, moved, open_streams
+from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors, do, stand_by
 from kvcli.keepalive.holder import Holder
+from kvcli.keepalive.rehearsal import rehearse
+from kvcli.keepalive.spare import Child, Spare
 from kvcli.keepalive.spawn import FOREVER, Wanted
 from kvcli.runtime.host.processmemory import held_bytes
 
 if TYPE_CHECKING:
-    import _socket
-
     from kvcli.runtime.engine.held import HeldModel
     from kvcli.runtime.engine.loaded import LoadedModel
 
@@ -36,6 +37,8 @@ LOOK_S = 2.0  # between looks at whether there is a reason to leave
 
 def main(lock: int) -> None:
     """Keep the model that stdin names, whose `lock` this process has; in one that was forked for a command, do that."""
+    from kvcli import __main__  # noqa: F401  # which takes SIGINT, and what is forked has it
+
     thisprocess.started_with.update(os.environ)
     wanted: Wanted = pickle.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -65,16 +68,24 @@ def _about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
 class Running:
     """A process that does a command, and its caller."""
 
-    pid: int
-    process: int  # a descriptor of it
+    child: Child
     conn: socket.socket
-    control: int  # a pipe of which it has the other end
     said: dict[str, str] = field(default_factory=dict)  # what it told, by the first word of each line
+    awaited: bool = True  # by its caller
+
+    def listen(self) -> dict[str, str]:
+        """All that it has told until now."""
+        os.set_blocking(self.child.control, False)
+        with suppress(BlockingIOError):
+            for line in os.read(self.child.control, 1 << 16).decode().splitlines():
+                word, _, rest = line.partition(" ")
+                self.said[word] = rest
+        return self.said
 
     def close(self) -> None:
         self.conn.close()
-        os.close(self.process)
-        os.close(self.control)
+        os.close(self.child.process)
+        os.close(self.child.control)
 
 
 class Host:
@@ -88,6 +99,8 @@ class Host:
         self.stamps: list[tuple[int, int, int]] = []
         self.keep_s, self.yield_vram, self.used_at = wanted.keep_s, wanted.yield_vram, time.monotonic()
         self.running: dict[int, Running] = {}
+        self.spare: Spare | None = None
+        self.written: pages.Ranges = []  # pages that commands write to
         self.answered = 0
         self.parting: list[socket.socket] = []  # callers that wait for the end of this process
         self.listener: socket.socket | None = None
@@ -105,22 +118,9 @@ class Host:
         main.prepared.update({name: main.command_of(name) for name in ("run", "chat")})
         if self.loaded.text.template is None:
             words.insert(1, "--raw")
-        read, write = os.pipe2(os.O_CLOEXEC)
-        before = set(sys.modules)
-        if (pid := os.fork()) == 0:
-            os.close(read)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            thisprocess.forked = thisprocess.Forked(self.wanted.key, self.loaded, None, None, thisprocess.NOBODY, 1)
-            code = main.run_command(words)
-            names = sorted(set(sys.modules) - before)
-            with suppress(BrokenPipeError):  # `kv stop` has ended the process that would read it
-                os.write(write, "\n".join([str(code), *names]).encode()[: 1 << 16])
-            os._exit(0)
-        os.close(write)
-        with open(read, "rb") as told:
-            answered, *names = told.read().decode().split("\n")
-        os.waitpid(pid, 0)
-        if answered != "0":
+        before, model = set(sys.modules), (self.wanted.key, self.loaded)
+        code, names = rehearse(words, *model, lambda: sorted(set(sys.modules) - before))
+        if code != 0:
             sys.exit(f"kv: the model in {self.wanted.path} is not kept: it does not answer")
         with startup.uncollected():
             for name in names:
@@ -128,6 +128,10 @@ class Host:
                     __import__(name)
             if self.holder is not None:
                 self.holder.prepare()
+        if self.holder is None:  # else a command waits for a GPU, not for memory
+            areas = pages.writable()
+            _, written = rehearse(words, *model, lambda: pages.written(areas))
+            self.written = written or []
         self.stamps = self._stamps()
 
     def listen(self) -> None:
@@ -140,22 +144,30 @@ class Host:
     def serve(self) -> None:
         """Until there is a reason to leave, and then until the last command is done."""
         self.used_at = time.monotonic()
+        self._fork_ahead()
         while self.listener is not None or self.running:
             waiting = select.poll()
             if self.listener is not None:
                 waiting.register(self.listener, select.POLLIN)
+            if self.spare is not None:
+                waiting.register(self.spare.child.process, select.POLLIN)
             for one in self.running.values():
-                waiting.register(one.process, select.POLLIN)
-                waiting.register(one.conn, select.POLLRDHUP)
+                waiting.register(one.child.process, select.POLLIN)
+                if one.awaited:
+                    waiting.register(one.conn, select.POLLRDHUP)
             if self.holder is not None:
                 waiting.register(self.holder.process, select.POLLIN)
             ready = {fd for fd, _ in waiting.poll(1000 * self._patience())}
+            if self.spare is not None and self.spare.child.process in ready:  # somebody has ended it
+                self._end_spare()
             for one in list(self.running.values()):
-                if one.process in ready:
+                if one.child.process in ready:
                     self._finish(one)
                 elif one.conn.fileno() in ready:  # nobody waits for it any more
+                    one.awaited = False
                     with suppress(ProcessLookupError):
-                        os.killpg(one.pid, signal.SIGKILL)
+                        if thisprocess.DONE not in one.listen():
+                            os.killpg(one.child.pid, signal.SIGKILL)
             if self.holder is not None and self.holder.process in ready:
                 self._mourn(self.holder)
             if self.listener is not None and self.listener.fileno() in ready:
@@ -209,6 +221,12 @@ class Host:
             self.door.remove()
             self.listener.close()
             self.listener = None
+        self._end_spare()
+
+    def _end_spare(self) -> None:
+        if self.spare is not None:
+            self.spare.end()
+        self.spare = None
 
     def _accept(self) -> None:
         assert self.listener is not None
@@ -253,28 +271,50 @@ class Host:
             raise
 
     def _run(self, conn: socket.socket, caller: int, request: Request) -> None:
-        """Fork a process that does what is asked, or tell the caller to do it."""
-        changed = self._changed()
+        """Let a forked process do what is asked, or tell the caller to do it."""
         taken = any(number >= HIGH or number in self.kept_open for number in request.numbers)
-        if changed or taken or inheritance.refusal(caller):
-            wire.send(conn, wire.COLD)
-            conn.close()
+        child = None if taken else self._prepared(conn, caller, request)
+        changed = self._changed()
+        if child is None or changed or inheritance.refusal(caller):
+            if child is not None:  # it waits for the caller's word
+                child.end()
             request.close()
             if changed:
                 self.leave()
+            with suppress(OSError):
+                wire.send(conn, wire.COLD)
+            conn.close()
             return
-        pid, process, control = self._fork(conn, caller, request)
         with suppress(OSError):  # it has done so itself
-            os.setpgid(pid, pid)
-        self.running[pid] = Running(pid, process, conn, control)
+            os.setpgid(child.pid, child.pid)
+        self.running[child.pid] = Running(child, conn)
         request.close()
         with suppress(OSError):  # the caller is gone, which is seen in a moment
-            wire.send(conn, wire.PID, str(pid).encode())
+            wire.send(conn, wire.PID, str(child.pid).encode())
         with suppress(OSError):
             os.utime(self.door.path)
 
-    def _fork(self, conn: socket.socket, caller: int, request: Request) -> tuple[int, int, int]:
-        """A process for the command, a descriptor of it, and the pipe on which it tells things. Raises OSError."""
+    def _prepared(self, conn: socket.socket, caller: int, request: Request) -> Child:
+        """A process that becomes what the caller's is, and waits for its word. Raises OSError."""
+        spare = self.spare
+        if spare is not None and len(request.fds) <= wire.MOST_FDS - 2:
+            self.spare = None
+            if spare.take(conn, request):
+                return spare.child
+        return self._fork(partial(do, self, conn, caller, request))
+
+    def _fork_ahead(self) -> None:
+        """Have a process that waits for the next command, unless there are any now: they need the processor."""
+        if self.listener is None or self.running or self.spare is not None:
+            return
+        with suppress(OSError):  # the next one is forked when it comes
+            ours, theirs = socket.socketpair()
+            ours.settimeout(STALL_S)
+            with theirs:
+                self.spare = Spare(self._fork(partial(stand_by, self, ours, theirs)), ours)
+
+    def _fork(self, do: Callable[[int], NoReturn]) -> Child:
+        """A process that does that, with the pipe on which it tells things. Raises OSError."""
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
             pid = os.fork()
@@ -283,10 +323,10 @@ class Host:
             os.close(write)
             raise
         if pid == 0:
-            _do(self, conn, write, caller, request)
+            do(write)
         os.close(write)
         try:
-            return pid, os.pidfd_open(pid), read
+            return Child(pid, os.pidfd_open(pid), read)
         except OSError:  # nobody would see its end; it has not begun
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -295,27 +335,26 @@ class Host:
 
     def _finish(self, one: Running) -> None:
         """A command is done: its caller is told how."""
-        _, status = os.waitpid(one.pid, 0)
-        os.set_blocking(one.control, False)
-        with suppress(BlockingIOError):
-            for line in os.read(one.control, 1 << 16).decode().splitlines():
-                word, _, rest = line.partition(" ")
-                one.said[word] = rest
-        if "keep" in one.said:
-            self.keep_s = float(one.said["keep"])
-        self.yield_vram = one.said.get("yield", self.yield_vram)
-        if "away" not in one.said:  # else somebody else does the command
+        _, status = os.waitpid(one.child.pid, 0)
+        said = one.listen()
+        if "keep" in said:
+            self.keep_s = float(said["keep"])
+        self.yield_vram = said.get("yield", self.yield_vram)
+        if "away" not in said:  # else somebody else does the command
             with suppress(OSError):
                 wire.send(one.conn, wire.ENDED, str(status).encode())
             self.answered += 1
-        del self.running[one.pid]
+        del self.running[one.child.pid]
         one.close()
         self.used_at = time.monotonic()
+        self._fork_ahead()
 
     def as_object(self) -> dict[str, object]:
         """What `kv ps` shows."""
         left = self._left()
         found = _about(self.wanted, os.getpid(), socketfolder.READY)
+        if self.spare is not None:
+            found["memory_bytes"] = held_bytes(os.getpid()) + held_bytes(self.spare.child.pid)
         if self.holder is not None:
             found |= self.holder.as_object(held_bytes(os.getpid()))
         return found | {
@@ -324,30 +363,6 @@ class Host:
             "keep_alive_s": None if self.keep_s == FOREVER else self.keep_s,
             "left_s": None if left is None else max(0.0, left),
         }
-
-
-def _do(host: Host, conn: socket.socket, control: int, caller: int, request: Request) -> None:
-    """In the forked process: the command, of which this never returns."""
-    to_caller: _socket.socket = conn
-    try:
-        to_caller, control = moved(conn, control)
-        thisprocess.forked = forked = become(request, to_caller, control, caller, host.kept_open)
-        forked.key, forked.kept = host.wanted.key, host.loaded
-        open_streams(*host.streams)
-    except Exception:  # it cannot be what the caller's process is, which does the command itself
-        # First, for a caller that leaves ends this.
-        thisprocess.Forked("", None, None, to_caller, control, caller).tell("away")
-        with suppress(OSError):
-            wire.send(to_caller, wire.COLD)
-        os._exit(0)
-    try:
-        if wire.receive(to_caller)[0] != wire.GO:
-            os._exit(1)
-    except (OSError, wire.Closed):  # the caller is gone
-        os._exit(1)
-    from kvcli import __main__
-
-    __main__.command()
 
 
 def _stamp(path: str) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 NOBODY = -1
+DONE = "done"  # told to the process that keeps the model by one that ends now
 started_with: dict[str, str] = {}  # the environment before anything of ours was set in it
 
 

@@ -281,7 +281,7 @@ def test_a_command_that_cannot_be_watched_is_not_begun(idle: host.Host, monkeypa
         with monkeypatch.context() as patch:
             for name, instead in refused.items():
                 patch.setattr(os, name, instead)
-            patch.setattr(host, "_do", lambda *_: signal.pause())
+            patch.setattr(host, "do", lambda *_: signal.pause())
             asked = Request.of(marshal.dumps(([], {}, [])), [os.open(".", os.O_PATH)])
             with pytest.raises(OSError, match="Too many"):
                 idle._run(theirs, os.getpid(), asked)

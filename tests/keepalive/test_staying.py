@@ -221,9 +221,15 @@ def test_a_terminal(warm: Staying) -> None:
 
 
 def test_nothing_of_the_caller_is_held(staying: Staying) -> None:
-    """The process has no terminal, no pipe and no folder of whoever started it."""
+    """The process has no terminal, no pipe and no folder of whoever started it. It has a pipe of the one that it forked
+    ahead."""
     pid = staying.about["pid"]
-    held = {os.readlink(f"/proc/{pid}/fd/{n}") for n in os.listdir(f"/proc/{pid}/fd")}
+    spare = until(lambda: children(pid))[0]
+    held, theirs = (
+        {os.readlink(f"/proc/{each}/fd/{n}") for n in os.listdir(f"/proc/{each}/fd")} for each in (pid, spare)
+    )
+    assert len([each for each in theirs if each.startswith("pipe:")]) == 1
+    held -= {each for each in theirs if each.startswith("pipe:")}
     log = str(staying.folder / "state/kv/keep-alive.log")
     assert not [each for each in held if each.startswith(("pipe:", "/dev/pts"))] and {log, "/dev/null"} <= held
     assert os.readlink(f"/proc/{pid}/cwd") == "/" and os.getsid(pid) == pid
