@@ -48,14 +48,7 @@ def _end(codes: list[int]) -> None:
     os._exit(codes[0])
 
 
-def leave(number: int, frame: object) -> None:
-    """End by this signal, and say nothing."""
-    _signal.signal(number, _signal.SIG_DFL)  # a shell's loop ends, too
-    _signal.raise_signal(number)
-    os._exit(128 + number)  # it is blocked
-
-
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # else we were started to ignore it
-    _signal.signal(_signal.SIGINT, leave)
+    _signal.signal(_signal.SIGINT, thisprocess.leave)
 if __name__ == "__main__":
     main()

@@ -21,6 +21,7 @@ from kvcli.runtime.hub import recipes
 # The house from the roof down; a name covers what is below it, unless that is named itself. See docs/architecture.md.
 FLOORS = """
 kvcli.keepalive.host
+kvcli.keepalive.taking kvcli.keepalive.rehearsal
 kvcli.keepalive.kept
 kvcli.keepalive.holder
 kvcli.keepalive.pressure

@@ -74,7 +74,7 @@ class Reader:
         if not _takes_value(self.options[ours]):
             if value is not None:
                 raise UsageError(f"{name} takes no value: {word}", f"see {self.path} --help")
-            return [ours]
+            return [_written(self.options[ours], ours)]
         if value is None and (choices := _optional(self.options[ours])):
             there = bool(rest) and rest[0] in choices
             if rest and not there and not rest[0].startswith("-"):
@@ -82,7 +82,8 @@ class Reader:
             value = rest.pop(0) if there else choices[0]
         elif value is None:
             value = self._next(self.options[ours], name, rest)
-        return [f"{ours}={value}"] if ours.startswith("--") else [ours, value]
+        written = _written(self.options[ours], ours)
+        return [f"{written}={value}"] if written.startswith("--") else [written, value]
 
     def _next(self, option: Any, name: str, rest: list[str]) -> str:
         """The value of an option, from the words behind its name. An option of the command is none, unless the value
@@ -141,6 +142,12 @@ class Reader:
         elif not word.startswith("--") and _takes_text(self.params):
             hint += f'; for a text that begins with -: {self.path} -- "-..."'
         return UsageError(f"no such option: {name if '=' in word else word}", hint)
+
+
+def _written(param: Any, name: str) -> str:
+    """A name of two dashes that means the same, where there is one: of others Typer first looks for similar ones."""
+    alike = param.opts if name in param.opts else param.secondary_opts
+    return next((each for each in alike if each.startswith("--")), name)
 
 
 def _optional(param: Any) -> list[str]:

@@ -83,10 +83,11 @@ def read_text(path: Path | None) -> str:
         raise UsageError(f"cannot read {path}: {reason}", "correct it, or go without it: KV_CONFIG=none") from None
 
 
-def names(option: Any) -> Iterator[tuple[str, bool]]:
+@cache
+def names(option: Any) -> list[tuple[str, bool]]:
     """What an option is called in the file, and whether that name says no: ctx-size, stats, no-stats."""
-    yield from ((name[2:], False) for name in option.opts if name.startswith("--"))
-    yield from ((name[2:], True) for name in option.secondary_opts if name.startswith("--"))
+    called = (option.opts, False), (option.secondary_opts, True)
+    return [(name[2:], no) for some, no in called for name in some if name.startswith("--")]
 
 
 def name(option: Any) -> str:
@@ -172,6 +173,8 @@ class Settings:
 
     def _in_table(self, table: dict[str, Any], options: list[Any], path: Sequence[str]) -> dict[str, Setting]:
         """Raises UsageError for a key in the table of a command that is none of its options."""
+        if not table:
+            return {}
         by_name = {each: (option, no) for option in options for each, no in names(option)}
         found: dict[str, Setting] = {}
         for key, value in table.items():
@@ -194,6 +197,8 @@ class Settings:
 
     def _in_environment(self, options: list[Any]) -> dict[str, Setting]:
         found: dict[str, Setting] = {}
+        if not self._own():
+            return found
         for option in options:
             for name, no in names(option):
                 if text := self.environment.get(variable(name), ""):
@@ -203,11 +208,19 @@ class Settings:
 
     def _of_other_programs(self, options: list[Any]) -> dict[str, Setting]:
         found: dict[str, Setting] = {}
-        by_name = {name: option for option in options for name, _ in names(option)}
-        for other, name in foreign.VARIABLES.items():
-            if (option := by_name.get(name)) and (text := self.environment.get(other, "")):
+        there = [(other, name, text) for other, name in foreign.VARIABLES.items() if (text := self._text(other))]
+        by_name = {name: option for option in options for name, _ in names(option)} if there else {}
+        for other, name, text in there:
+            if option := by_name.get(name):
                 found.setdefault(option.name, Setting(_from_text(option, False, text, other), OTHER, other))
         return found
+
+    def _text(self, name: str) -> str:
+        return self.environment.get(name, "")
+
+    def _own(self) -> list[str]:
+        """Variables that begin as ours do."""
+        return sorted(name for name in self.environment if name.startswith("KV_"))
 
     def unread(self, known: Collection[str]) -> Iterator[str]:
         """A line for each variable that is almost one of ours, or another program's, and for a config file that is
@@ -223,8 +236,10 @@ class Settings:
         have variables that begin with KV_, too: of those that are not almost one of ours nothing is said."""
         if self.environment.get("KV_CONFIG") and self.path and not os.path.lexists(self.path):
             yield f"KV_CONFIG is not read: there is no file {self.path}"
+        if not (there := self._own()):
+            return
         ours = {variable(name) for name in (*known, "config", "cpu-isa", "no-history")}
-        strange = [name for name in sorted(self.environment) if name.startswith("KV_") and name not in ours]
+        strange = [name for name in there if name not in ours]
         if any(near(name, ours, alike=_ALIKE) for name in strange):
             ours |= {variable(name) for name in self._known()}  # it may be an option's of another command
         for name in strange:

@@ -16,13 +16,10 @@ from fcntl import F_DUPFD_CLOEXEC, fcntl
 from marshal import loads
 from typing import TYPE_CHECKING
 
-from kvcli.keepalive import inheritance, pages, thisprocess, wire
-from kvcli.runtime.host.memory import CPU
+from kvcli.keepalive import inheritance, thisprocess, wire
 
 if TYPE_CHECKING:
-    from typing import NoReturn, TextIO
-
-    from kvcli.keepalive.host import Host
+    from typing import TextIO
 
 TAKEN_S = 5.0  # until another process must have taken a command
 HIGH = 512  # descriptors of ours are above this one, out of the way of the caller's
@@ -61,49 +58,6 @@ class Request:
         return Request(self.body, folder, tuple(fds), self.argv, self.environment, self.numbers)
 
 
-def stand_by(host: Host, theirs: _socket.socket, asked: _socket.socket, control: int) -> NoReturn:
-    """In a process that was forked ahead: wait at `asked`, of which `theirs` is the other end, for a command, and
-    do it."""
-    try:
-        own, control = moved(asked, control)
-        theirs.close()
-        asked.close()
-        let_go(host.kept_open)
-        pages.copy(host.written)
-        _, body, fds = wire.receive(own)
-        own.close()
-        conn, request = _socket.socket(fileno=fds[0]), Request.of(body, fds[1:])
-        caller = wire.peer(conn)[0]
-    except (OSError, ValueError, wire.Closed):  # nobody will ask any more
-        os._exit(0)
-    do(host, conn, caller, request, control)
-
-
-def do(host: Host, conn: _socket.socket, caller: int, request: Request, control: int) -> NoReturn:
-    """In the forked process: the command, of which this never returns."""
-    to_caller = conn
-    try:
-        to_caller, control = moved(conn, control)
-        thisprocess.forked = forked = become(request, to_caller, control, caller, host.kept_open)
-        forked.key, forked.kept = host.wanted.key, host.loaded
-        open_streams(*host.streams)
-    except Exception:  # it cannot be what the caller's process is, which does the command itself
-        # First, for a caller that leaves ends this.
-        thisprocess.Forked("", None, None, to_caller, control, caller).tell("away")
-        with suppress(OSError):
-            wire.send(to_caller, wire.COLD)
-        os._exit(0)
-    try:
-        if wire.receive(to_caller)[0] != wire.GO:
-            os._exit(1)
-    except (OSError, wire.Closed):  # the caller is gone
-        os._exit(1)
-    from kvcli import __main__
-
-    __main__.command()
-    os._exit(0)
-
-
 def become(
     request: Request, conn: _socket.socket, control: int, caller: int, kept_open: set[int]
 ) -> thisprocess.Forked:
@@ -131,13 +85,11 @@ def become(
 def let_go(kept_open: Collection[int]) -> None:
     """In a process just forked: no signal is handled as before, and below HIGH no descriptors are left but
     `kept_open`."""
-    from kvcli.__main__ import leave
-
     for each in range(1, _signal.NSIG):
         if each not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGPIPE):
             with suppress(OSError, ValueError):  # of the C library's own
                 _signal.signal(each, _signal.SIG_DFL)
-    _signal.signal(_signal.SIGINT, leave)
+    _signal.signal(_signal.SIGINT, thisprocess.leave)
     close_all(range(HIGH), but=kept_open)
 
 
@@ -203,7 +155,7 @@ def tell_end(forked: thisprocess.Forked, code: int) -> None:
     On a CPU all that others could find is gone by then, files and memory of its own, and the caller need not wait until
     the system has taken apart what is shared.
     """
-    if forked.kept is None or str(forked.kept.device) != CPU:
+    if forked.kept is None or not forked.on_cpu:
         with suppress(OSError):
             wire.send(forked.conn, wire.DONE, str(code).encode())
         return

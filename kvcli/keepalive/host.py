@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, NoReturn
 from kvcli import environment, startup
 from kvcli.keepalive import inheritance, kept, pages, pressure, socketfolder, spawn, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
-from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors, do, stand_by
+from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors
 from kvcli.keepalive.holder import Holder
 from kvcli.keepalive.rehearsal import rehearse
 from kvcli.keepalive.spare import Child, Spare
 from kvcli.keepalive.spawn import FOREVER, Wanted
+from kvcli.keepalive.taking import Model, do, stand_by
+from kvcli.runtime.host.memory import CPU
 from kvcli.runtime.host.processmemory import held_bytes
 
 if TYPE_CHECKING:
@@ -37,8 +39,6 @@ LOOK_S = 2.0  # between looks at whether there is a reason to leave
 
 def main(lock: int) -> None:
     """Keep the model that stdin names, whose `lock` this process has; in one that was forked for a command, do that."""
-    from kvcli import __main__  # noqa: F401  # which takes SIGINT, and what is forked has it
-
     thisprocess.started_with.update(os.environ)
     wanted: Wanted = pickle.load(sys.stdin.buffer)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -301,7 +301,12 @@ class Host:
             self.spare = None
             if spare.take(conn, request):
                 return spare.child
-        return self._fork(partial(do, self, conn, caller, request))
+        return self._fork(partial(do, self._model, conn, caller, request))
+
+    @property
+    def _model(self) -> Model:
+        on_cpu = self.wanted.device == CPU
+        return Model(self.wanted.key, self.loaded, on_cpu, self.kept_open, self.streams, self.written)
 
     def _fork_ahead(self) -> None:
         """Have a process that waits for the next command, unless there are any now: they need the processor."""
@@ -311,7 +316,7 @@ class Host:
             ours, theirs = socket.socketpair()
             ours.settimeout(STALL_S)
             with theirs:
-                self.spare = Spare(self._fork(partial(stand_by, self, ours, theirs)), ours)
+                self.spare = Spare(self._fork(partial(stand_by, self._model, ours, theirs)), ours)
 
     def _fork(self, do: Callable[[int], NoReturn]) -> Child:
         """A process that does that, with the pipe on which it tells things. Raises OSError."""

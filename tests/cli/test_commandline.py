@@ -21,11 +21,11 @@ def ours(*args: str) -> list[str]:
 @pytest.mark.parametrize(
     ("given", "taken"),
     [
-        (("-n5", "-c32k", "-t2", "-s-1"), "-n 5 -c 32k -t 2 -s -1"),
-        (("-n=5", "-ub512", "-ctk=int8", "--temp=-1"), "-n 5 -ub 512 -ctk int8 --temp=-1"),
-        (("-n", "-1", "--stop", "--raw", "-f", "-"), "-n -1 --stop=--raw -f -"),
+        (("-n5", "-c32k", "-t2", "-s-1"), "--predict=5 --ctx-size=32k --threads=2 --seed=-1"),
+        (("-n=5", "-ub512", "-ctk=int8", "--temp=-1"), "--predict=5 --ubatch-size=512 --cache-type-k=int8 --temp=-1"),
+        (("-n", "-1", "--stop", "--raw", "-f", "-"), "--predict=-1 --stop=--raw --file=-"),
         (("-vq", "-vv", "--raw"), "-vq -vv --raw"),
-        (("-f./notes", "-o/tmp/x"), "-f ./notes -o /tmp/x"),
+        (("-f./notes", "-o/tmp/x"), "--file=./notes --output=/tmp/x"),
         (("hi", "--", "-ngl", "--num-ctx"), "hi -- -ngl --num-ctx"),
         (("--ctx_size", "4k", "--cache_type_k=f16"), "--ctx-size=4k --cache-type-k=f16"),
         (("--num-ctx", "4k", "--max-model-len=8k"), "--ctx-size=4k --ctx-size=8k"),
@@ -101,7 +101,7 @@ def test_the_table_of_other_programs() -> None:
 def test_a_negative_number_is_a_value_where_a_command_has_one() -> None:
     reader = commandline.Reader(COMMANDS[("config", "set")].params, "kv config set")
     assert reader.read(["seed", "-1"]) == ["--", "seed", "-1"]
-    assert reader.read(["stop", "-q", "a", "-1.5", "--", "-b"]) == ["-q", "--", "stop", "a", "-1.5", "-b"]
+    assert reader.read(["stop", "-q", "a", "-1.5", "--", "-b"]) == ["--quiet", "--", "stop", "a", "-1.5", "-b"]
     with pytest.raises(UsageError, match="no such option: -1x"):
         reader.read(["seed", "-1x"])
 

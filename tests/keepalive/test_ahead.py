@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -134,16 +133,17 @@ def test_a_done_command_is_not_ended_when_its_caller_leaves(monkeypatch: pytest.
         each.close()
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0", ""])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0", ""])  # "": what was kept is not used
 def test_what_a_caller_is_told_at_the_end(device: str) -> None:
     """On a CPU that it may end, with every file of the command closed; else it waits for the end of the process."""
     from kvcli.keepalive import forkedcommand
 
     ours, theirs = socket.socketpair()
     control, write = os.pipe()
-    kept: Any = type("Kept", (), {"device": device}) if device else None
+    kept = "a model" if device else None
     if (pid := os.fork()) == 0:
         forked = thisprocess.Forked("", kept, None, theirs, write, 1)
+        forked.on_cpu = device == "cpu"
         forkedcommand.tell_end(forked, 258)
         os._exit(len(os.listdir("/proc/self/fd")) > 2 if device == "cpu" else 0)
     theirs.close()

@@ -140,6 +140,8 @@ class Question:
             if not (places := marks.behind_text(model.tokenizer, ids, text)):
                 raise UsageError(f"{flag}: the prompt does not contain {text!r}", "give a text as it stands there")
             found += places
+        if self.system is None and not self.ends:
+            return found
         start, _ = self.text(model, ids)
         if self.system is not None:
             found.append(Mark(start, marks.SYSTEM))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvcli.errors import ModelError, UsageError, of_draft_model
 from kvcli.options import MODELS_OWN, LoadOptions
+from kvcli.runtime.config import ModelConfig
 from kvcli.runtime.formats.gguf import GGUFFile
 from kvcli.runtime.formats.modelfile import ModelFile
 from kvcli.runtime.headers.openmodel import open_model
@@ -36,6 +37,7 @@ class Opened:
     """
 
     file: ModelFile
+    config: ModelConfig
     text: ModelText
 
     @classmethod
@@ -56,7 +58,7 @@ class Opened:
         self.began = time.perf_counter()
         self.cards = gpus()
         self.file = file = kept.file if kept else open_model(path, load.quantize)
-        self.config = from_gguf(file.metadata, {name: t.shape for name, t in file.tensors.items()})
+        self.config = kept.config if kept else from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
             check_there(load.device, index, len(machine.graphics()))
