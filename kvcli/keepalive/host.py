@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -210,9 +210,15 @@ class Host:
         return self._stamps() != self.stamps
 
     def _stamps(self) -> list[tuple[int, int, int]]:
+        return [_stamp(each) for each in self._watched]
+
+    @cached_property
+    def _watched(self) -> list[bytes]:
+        """The files of the model and those of `kv`, as new objects: to look at all modules each time would copy the
+        memory of each, which a forked process shares."""
         modules = (module for name, module in sys.modules.items() if name.startswith("kvcli"))
         ours = sorted(module.__file__ for module in modules if module.__file__)
-        return [_stamp(each) for each in (*map(str, self.files), *ours)]
+        return [os.fsencode(each) for each in (*map(str, self.files), *ours)]
 
     def leave(self) -> None:
         """Take no more commands."""
@@ -370,7 +376,7 @@ class Host:
         }
 
 
-def _stamp(path: str) -> tuple[int, int, int]:
+def _stamp(path: bytes) -> tuple[int, int, int]:
     try:
         status = os.stat(path)
     except OSError:
