@@ -278,10 +278,13 @@ class Crowded(PlainGraph):
 
 @pytest.mark.slow
 @INTERPRETED
-def test_lists_that_are_too_long_end_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers go on one by one, and whoever asks is told why."""
+@pytest.mark.parametrize("most", [(7, 9), (7, 9, 8, 8)])
+def test_lists_that_are_too_long_end_the_batches(monkeypatch: pytest.MonkeyPatch, most: tuple[int, ...]) -> None:
+    """Answers go on one by one, those of other batches, too, and whoever asks is told why."""
     engine = open_tiny("llama", "reference", CacheOptions(160, page_size=16, ubatch=48))
-    options = [SampleOptions(0.0, max_tokens=n, ignore_eos=True) for n in (7, 9)]
+    options = [SampleOptions(0.0, max_tokens=n, ignore_eos=True) for n in most]
+    monkeypatch.setattr(batching, "BATCH_ROWS", (2,))
+    monkeypatch.setattr(batching, "MOST", 2)
     monkeypatch.setattr(batching, "BatchGraph", Crowded)
     monkeypatch.setattr(Crowded, "model_of", engine.model, raising=False)
     monkeypatch.setattr(Crowded, "runs", 0)

@@ -56,8 +56,10 @@ class Batches:
             try:
                 batch.step(requests)
             except NoRoom as error:
-                batch.close()
                 self.reason = str(error)
+                for each in self._batches:  # those of the others, too, go on one by one
+                    each.close()
+                break
         return [(request, ids) for request, ids in work if id(request) not in done]
 
     def _dealt(self, requests: list[Request]) -> list[tuple[Batch, list[Request]]]:
@@ -123,9 +125,10 @@ class Batch:
         return MOST - sum(seat is not None for seat in self._seats)
 
     def close(self) -> None:
-        """Have all leave it."""
-        for seat in self._taken:
-            seat.request.close()
+        """Have all leave it: the rows that they want next are those of their newest tokens."""
+        for request in [seat.request for seat in self._taken]:
+            request.close()
+            request.seq.rewind_to(min(request.seq.length, len(request.history) - 1))
 
     def leave(self, seat: Seat) -> None:
         """Whoever had it is not computed any more, once what is on its way has come."""
