@@ -289,6 +289,21 @@ def test_a_row_is_encoded_anew_once_at_most():
     assert compared > 20
 
 
+def test_pages_stand_in_order_where_more_rows_stay_than_before():
+    engine = selecting("llama", "random", "50%", ("f16", "f16"))
+    seq = prefilled(engine)
+    held = seq._lists[0]
+    before = held.selected
+    assert before is not None and seq.selector is not None
+    seq.selector.expect(seq.length + 100)
+    engine.forward(seq, TEXT[:100])
+    engine.select(seq)
+    after = held.selected
+    assert after is not None and after.rows > -(-before.rows // SIZE) * SIZE
+    for form in held.forms:
+        assert form.numbers.tolist() == sorted(form.pages)
+
+
 # --- budgets
 
 

@@ -244,6 +244,7 @@ class PageList:
         self.selected, size = selected, self.layout.page_size
         for form in self.forms:
             form.release(range(-(-selected.rows // size), selected.below // size))
+            form.pages = dict(sorted(form.pages.items()))  # `own` may have taken one before others
             form.changes += 1
 
     def take(self, start: int, end: int) -> None:
