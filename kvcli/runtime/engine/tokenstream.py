@@ -23,7 +23,7 @@ MOST_AHEAD = 2  # see `steps_ahead`
 def steps_ahead(layout: KVLayout) -> int:
     """How many steps a device computes behind the one whose tokens are read: so many that it has something to do while
     the host makes lists, where pages end. One where rows too many would take with them what windows, states, evicted or
-    noted rows had."""
+    noted rows had. Where one too many was the last of a page that is sealed, that page is computed again."""
     plain = not (layout.states or layout.selection or any(g.window or g.retention for g in layout.groups))
     return MOST_AHEAD if plain else 1
 

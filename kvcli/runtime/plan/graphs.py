@@ -28,7 +28,7 @@ _BLOCK = 16  # queries that are computed together: of all heads of a key-value h
 def graph_bytes(config: ModelConfig, layout: KVLayout, tokens: int, at_once: int) -> int:
     """Of all graphs of an engine with contexts of `tokens`, and up to `at_once` answers at a time."""
     places = [1, *(rows for rows, count in steps(layout, at_once) for _ in range(count))]
-    found = 4 * sum({STEP_ROWS[-1], most_rows(layout, at_once)}) * config.d_model  # what steps give
+    found = 4 * sum({STEP_ROWS[-1], most_rows(layout, at_once)}) * config.d_model  # what steps give, also few
     found += sum(_lists(config, group, tokens, rows) for group in layout.groups for rows in places)
     found += sum(_angles(config, group, tokens, len(places)) for group in layout.groups)
     if layout.selection is not None:  # a token's scores, and where they go
