@@ -315,8 +315,9 @@ class Host:
         return Model(self.wanted.key, self.loaded, on_cpu, self.kept_open, self.streams, self.written)
 
     def _fork_ahead(self) -> None:
-        """Have a process that waits for the next command, unless there are any now: they need the processor."""
-        if self.listener is None or self.running or self.spare is not None:
+        """Have a process that waits for the next command, unless there are any now, which need the processor, or a
+        command waits for a GPU much longer than for that."""
+        if self.listener is None or self.running or self.spare is not None or self.holder is not None:
             return
         with suppress(OSError):  # the next one is forked when it comes
             ours, theirs = socket.socketpair()
