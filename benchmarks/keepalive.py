@@ -3,9 +3,10 @@
     python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4] [--device cpu]
     python benchmarks/keepalive.py MODEL --brief              # few runs, for a model that takes seconds to load
 
-Prints wall time (medians), time to the first token as the engine tells it, what a run takes beside that and beside the
-start of Python, how long the process takes until it has the model, the memory of the caller, whether all answers are
-those of a run without, and the memory of the process before and after, on a GPU that of the card, too. Needs Linux.
+Prints wall time (medians), time to the first token as the engine tells it, when it is on stdout and when a run is over
+beside that and the start of Python, how long the process takes until it has the model, the memory of the caller,
+whether all answers are those of a run without, and the memory of the process before and after, on a GPU that of the
+card, too. Needs Linux.
 Everything is in a folder of its own.
 """
 
@@ -55,6 +56,19 @@ class Kv:
             walls.append(time.perf_counter() - began)
             firsts.append(told["timings"]["ttft_s"])
         return statistics.median(walls), statistics.median(firsts)
+
+    def said(self, count: int) -> float:
+        """Median seconds until the first token is on stdout."""
+        words = [*COMMAND, "run", "-m", self.model, "--no-cache", "-s", "1", "-n", "1", PROMPTS[0]]
+        found = []
+        for _ in range(count):
+            began = time.perf_counter()
+            process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            assert process.stdout
+            process.stdout.read(1)
+            found.append(time.perf_counter() - began)
+            process.communicate()
+        return statistics.median(found)
 
     def caller_bytes(self) -> int:
         """The most memory that the caller's process had."""
@@ -108,9 +122,10 @@ def measure(kv: Kv, runs: int, at_once: int, repeat: int, prompts: list[str]) ->
         print(f"there after {took:.1f} s" if ready(kv) else "it does not stay: see ~/.local/state/kv/keep-alive.log")
         wall, first = kv.timed(repeat)
         start = statistics.median(started() for _ in range(repeat))
-        rest = 1000 * (wall - start - first)
+        rest, said = (1000 * (seconds - start - first) for seconds in (wall, kv.said(repeat)))
         print(f"with:    {wall:.3f} s, first token {1000 * first:.0f} ms")
-        print(f"         the start of Python {1000 * start:.0f} ms, the rest {rest:.0f} ms")
+        print(f"         the start of Python {1000 * start:.0f} ms; behind both the token is out after {said:.0f} ms")
+        print(f"         and a run with --json is over after {rest:.0f} ms")
         print(f"caller:  {kv.caller_bytes() / (1 << 20):.0f} MiB")
         before, began = kv.processes()[0], time.perf_counter()
         with ThreadPoolExecutor(at_once) as pool:
