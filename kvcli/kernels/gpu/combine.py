@@ -125,9 +125,11 @@ def combine(
         outputs[1:] = into.codes, into.scales, into.sums
     keep = into is None or into.keep or not fused
     if keep:
-        kind = torch.float16 if woven else torch.float32
-        own = torch.empty(rows, heads * dim, dtype=kind, device=some.device)
-        out = into.values if into is not None and into.keep else own
+        if into is not None and into.keep:
+            out = into.values
+        else:
+            kind = torch.float16 if woven else torch.float32
+            out = torch.empty(rows, heads * dim, dtype=kind, device=some.device)
         outputs[0] = out
     most = max(4, triton.next_power_of_2(most))
     warps = max(1, most * padded(dim) // EACH_WARP)

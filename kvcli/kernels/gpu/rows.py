@@ -293,7 +293,7 @@ def with_values(qkv: torch.Tensor, layer: AttentionLayer, kv_heads: int, dims: t
     """Projections as `prepare` wants them, of a layer that takes its keys for values, or that norms values: a copy, or
     qkv with its values changed. `dims`: dim_k and dim_v. Raises ValueError for such layers with a bias.
     """
-    if not layer.stores or (layer.v_norm is None and not layer.keys_as_values):
+    if not _changes_values(layer):
         return qkv
     if layer.bias is not None:
         raise ValueError("layers with a bias of values have no norm of them")
@@ -308,15 +308,23 @@ def with_values(qkv: torch.Tensor, layer: AttentionLayer, kv_heads: int, dims: t
 
 def is_changed(layer: AttentionLayer, dim_k: int) -> bool:
     """Whether `with_values` or `normed_together` do anything with the projections of a layer."""
-    values = layer.stores and (layer.v_norm is not None or layer.keys_as_values)
-    return values or (layer.q_norm is not None and layer.k_norm is not None and layer.q_norm.numel() != dim_k)
+    return _changes_values(layer) or _norms_together(layer, dim_k)
+
+
+def _changes_values(layer: AttentionLayer) -> bool:
+    return layer.stores and (layer.v_norm is not None or layer.keys_as_values)
+
+
+def _norms_together(layer: AttentionLayer, dim_k: int) -> bool:
+    return layer.q_norm is not None and layer.k_norm is not None and layer.q_norm.numel() != dim_k
 
 
 def normed_together(qkv: torch.Tensor, layer: AttentionLayer, dim_k: int) -> AttentionLayer:
     """Add the bias and apply norms that go over all heads, in place: qkv as in `prepare`. Returns the layer without
     them, or as it is where norms are of each head."""
-    if layer.q_norm is None or layer.k_norm is None or layer.q_norm.numel() == dim_k:
+    if not _norms_together(layer, dim_k):
         return layer
+    assert layer.q_norm is not None and layer.k_norm is not None
     if layer.bias is not None:
         qkv += layer.bias
     norm_heads_together(qkv, layer.q_norm, layer.k_norm, layer.eps)
