@@ -3,10 +3,10 @@
     python benchmarks/keepalive.py MODEL [--runs 200] [--at-once 4] [--device cpu]
     python benchmarks/keepalive.py MODEL --brief              # few runs, for a model that takes seconds to load
 
-Prints wall time (medians), time to the first token as the engine tells it, when it is on stdout and when a run is over
-beside that and the start of Python, how long the process takes until it has the model, the memory of the caller,
-whether all answers are those of a run without, and the memory of the process before and after, on a GPU that of the
-card, too. Needs Linux.
+Prints wall time (medians), time to the first token as the engine tells it, how long after that and the start of Python
+it is on stdout, a second behind the run before and at once behind it, how long the process takes until it has the
+model, the memory of the caller, whether all answers are those of a run without, and the memory of the process before
+and after, on a GPU that of the card, too. Needs Linux.
 Everything is in a folder of its own.
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 
 COMMAND = [sys.executable, "-c", "from kvcli.__main__ import main; main()"]
 MOST_S = 120  # until the process must have the model
+PAUSE_S = 1.0  # in which the process gets ready for the next command, as it is where a person types
 PROMPTS = ["Why is the sky blue?", "Name three rivers.", "What is 2+2?", "Say hello in French."]
 
 
@@ -57,18 +58,29 @@ class Kv:
             firsts.append(told["timings"]["ttft_s"])
         return statistics.median(walls), statistics.median(firsts)
 
-    def said(self, count: int) -> float:
-        """Median seconds until the first token is on stdout."""
+    def said(self) -> float:
+        """Seconds until the first token is on stdout."""
         words = [*COMMAND, "run", "-m", self.model, "--no-cache", "-s", "1", "-n", "1", PROMPTS[0]]
-        found = []
+        began = time.perf_counter()
+        process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert process.stdout
+        process.stdout.read(1)
+        took = time.perf_counter() - began
+        process.communicate()
+        return took
+
+    def beside(self, count: int, pause: float) -> tuple[float, float, float]:
+        """Median seconds that Python takes to start, that the engine takes to a first token, and that pass until it is
+        on stdout besides: in turns, with so many seconds before each."""
+        starts, firsts, said = [], [], []
         for _ in range(count):
-            began = time.perf_counter()
-            process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-            assert process.stdout
-            process.stdout.read(1)
-            found.append(time.perf_counter() - began)
-            process.communicate()
-        return statistics.median(found)
+            time.sleep(pause)
+            starts.append(started())
+            firsts += [self.timed(1)[1]]
+            time.sleep(pause)
+            said.append(self.said())
+        start, first = statistics.median(starts), statistics.median(firsts)
+        return start, first, statistics.median(said) - start - first
 
     def caller_bytes(self) -> int:
         """The most memory that the caller's process had."""
@@ -120,12 +132,11 @@ def measure(kv: Kv, runs: int, at_once: int, repeat: int, prompts: list[str]) ->
     try:
         took = time.perf_counter() - began
         print(f"there after {took:.1f} s" if ready(kv) else "it does not stay: see ~/.local/state/kv/keep-alive.log")
-        wall, first = kv.timed(repeat)
-        start = statistics.median(started() for _ in range(repeat))
-        rest, said = (1000 * (seconds - start - first) for seconds in (wall, kv.said(repeat)))
-        print(f"with:    {wall:.3f} s, first token {1000 * first:.0f} ms")
-        print(f"         the start of Python {1000 * start:.0f} ms; behind both the token is out after {said:.0f} ms")
-        print(f"         and a run with --json is over after {rest:.0f} ms")
+        wall, _ = kv.timed(repeat)
+        print(f"with:    {wall:.3f} s")
+        for pause, how in ((PAUSE_S, "with pauses"), (0.0, "run after run")):
+            start, first, more = (1000 * seconds for seconds in kv.beside(repeat, pause))
+            print(f"         {how}: Python {start:.0f} ms, first token {first:.0f} ms, out {more:.0f} ms behind both")
         print(f"caller:  {kv.caller_bytes() / (1 << 20):.0f} MiB")
         before, began = kv.processes()[0], time.perf_counter()
         with ThreadPoolExecutor(at_once) as pool:

@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -214,6 +215,23 @@ def test_torch_is_not_imported_by(arguments: str) -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded, count = result.stderr.splitlines()[-1].split()
     assert loaded == "False" and int(count) > 20
+
+
+def test_a_command_that_another_process_does_imports_next_to_nothing(tmp_path: Path) -> None:
+    """Each of these takes milliseconds, of a command that takes 150. Without `site`, which may import some itself."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); known = set(sys.modules)\n"
+        "import kvcli.__main__\n"
+        "from kvcli.keepalive import client, socketfolder, wire\n"
+        "socketfolder.sockets(socketfolder.kind())\n"
+        "slow = {'collections', 'contextlib', 'enum', 'functools', 're', 'signal', 'socket', 'subprocess', 'typing'}\n"
+        "print(sorted(slow & set(sys.modules) - known))"
+    )
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("arguments", ["--help", "chat ls", "config show", "storage ls"])

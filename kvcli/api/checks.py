@@ -18,6 +18,7 @@ from kvcli.runtime.host.device import parse_device
 from kvcli.runtime.host.memory import main_memory, parse_size
 
 BACKENDS = ("auto", "native", "reference")
+_TOKENS = re.compile(r"(\d+)([kKmM]?)", re.ASCII)
 MAX_CONTEXT = 1 << 31
 MAX_SINKS = 1 << 20
 MAX_THREADS = 1024
@@ -49,7 +50,7 @@ def block_format(quantize: str | None) -> str:
 
 def parse_tokens(text: str, flag: str, more: str = "") -> int:
     """'4096', '32k' (x 1024) or '1m' (x 1024 x 1024) -> tokens. Raises UsageError; `more` belongs to its hint."""
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    match = _TOKENS.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{flag} must be a number of tokens, not '{text}'", f"write 4096 or 32k{more}")
     tokens = int(match[1][:12]) * {"": 1, "k": 1 << 10, "m": 1 << 20}[match[2].lower()]

@@ -15,6 +15,7 @@ from kvcli.cli import foreign
 from kvcli.errors import ModelError, UsageError
 from kvcli.words import listed, meant, near
 
+_NEGATIVE = re.compile(r"-\d[\d.]*")
 _SHOWN = 3  # of the words that are too many, and of commands
 _LISTS = ("LIST", "N[,N]", "T[,T]")  # what options are said to take that have several values in one word
 _ANY = ("TEXT", "PROMPT", "OPTIONS")  # and those that have a text, which may look like an option
@@ -118,7 +119,7 @@ class Reader:
 
     def _is_value(self, word: str) -> bool:
         """Whether a word is a negative number, for a command that has an argument for it."""
-        return re.fullmatch(r"-\d[\d.]*", word) is not None and any(param.name == _VALUES for param in self.params)
+        return _NEGATIVE.fullmatch(word) is not None and any(param.name == _VALUES for param in self.params)
 
     def _is_row(self, word: str) -> bool:
         """Whether a word is several options of one letter, none of which takes a value."""

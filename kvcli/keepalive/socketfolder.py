@@ -6,7 +6,6 @@ libraries read of the environment when they start, KEY for a model and how it is
 
 import os
 import sys
-from contextlib import suppress
 
 SOCKET, LOCK = ".sock", ".lock"
 STARTING, READY, SILENT = "starting", "ready", "not answering"  # what becomes of a process, and has become of it
@@ -34,6 +33,8 @@ def is_private(path: str) -> bool:
 
 def make() -> str:
     """The folder, made if it is missing. Raises OSError, also where it is not private."""
+    from contextlib import suppress
+
     path = folder()
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -110,6 +111,7 @@ def owner(name: str) -> bytes:
     """What the process of that socket wrote into its lock; b"" where nobody has it."""
     import fcntl
     import struct
+    from contextlib import suppress
 
     with suppress(OSError), open(f"{folder()}/{name.removesuffix(SOCKET)}{LOCK}", "rb") as lock:
         found = fcntl.fcntl(lock, fcntl.F_OFD_GETLK, _whole(fcntl.F_WRLCK))

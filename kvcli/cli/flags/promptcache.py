@@ -23,12 +23,13 @@ from kvcli.runtime.promptcache import sessions
 
 _option = functools.partial(typer.Option, rich_help_panel=PROMPT_CACHE)
 CACHE_SIZE, CACHE_TTL = "4GiB", "7d"  # of the store: how much is kept, and how long unused
+_TIME = re.compile(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_time(text: str, flag: str) -> float:
     """'90s', '30m', '36h' or '7d' -> seconds. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d*)?)\s*([smhd])", text.strip().lower(), re.ASCII)
+    match = _TIME.fullmatch(text.strip().lower())
     if match is None:
         raise UsageError(f"{flag} must be a time, not '{text}'", "write 30m, 36h or 7d")
     return float(match[1]) * _SECONDS[match[2]]

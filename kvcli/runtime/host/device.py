@@ -20,6 +20,7 @@ from kvcli.runtime.host import machine
 from kvcli.runtime.host.memory import CPU, CUDA
 
 AUTO = "auto"
+_NAME = re.compile(r"(auto|cpu)|cuda(?::(\d{1,4}))?", re.ASCII)
 LEAST_CAPABILITY = (8, 0)
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
@@ -40,7 +41,7 @@ class Device:
 
 def parse_device(name: str) -> tuple[str, int]:
     """ "auto", "cpu", "cuda" or "cuda:1" -> kind (AUTO, CPU, CUDA) and index. Raises UsageError."""
-    match = re.fullmatch(r"(auto|cpu)|cuda(?::(\d{1,4}))?", name, re.ASCII)
+    match = _NAME.fullmatch(name)
     if match is None:
         raise UsageError(f"`device` must be auto, cpu, cuda or cuda:N, not '{name}'")
     return match[1] or CUDA, int(match[2] or 0)

@@ -16,6 +16,7 @@ from kvcli import startup
 from kvcli.errors import UsageError
 
 CPU, CUDA = "cpu", "cuda"
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", re.ASCII)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _NO_LIMIT = 1 << 60  # version 1 of control groups writes "unlimited" as a number near 2^63
 _SMI_S = 10  # seconds until nvidia-smi must have answered
@@ -39,7 +40,7 @@ def parse_size(text: str, flag: str, whole: int | None = None) -> int:
 
     Raises UsageError for anything else, and for a share where there is nothing to take it of.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?b)?", text.strip().lower(), re.ASCII)
+    match = _SIZE.fullmatch(text.strip().lower())
     if match is None or len(match[1]) > 20:
         share = "" if whole is None else ", or a fraction such as 0.9"
         raise UsageError(f"{flag} must be a size, not '{text}'", f"write 6G or 512MiB{share}")
