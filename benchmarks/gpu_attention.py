@@ -35,6 +35,7 @@ from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import LOG2_E, Queries, prepare
 from kvcli.kernels.gpu.seal import seal
 from kvcli.kernels.gpu.seal import seal_step as seal_page
+from kvcli.kernels.gpu.shares import FAR
 from kvcli.kernels.reference.backend import ReferenceBackend
 from kvcli.kernels.reference.rotation import rotate
 from kvcli.runtime.cache.layout import GroupLayout, KVLayout
@@ -229,7 +230,7 @@ class Timed:
         count = max(2, -(-400_000_000 // (n * self.layout.page_bytes)))
         self.memory = arena(self.layout, count * n)
         order = torch.randperm(count * n, device="cuda").view(count, n) * self.layout.page_bytes
-        opened = self.layout.open_class()
+        opened = self.layout.open_class
         self.open_memory = arena(opened, count * 2) if opened else None
         centred = self.layout.codec_k.centred
         ones = torch.ones(kv_heads, device="cuda")
@@ -255,9 +256,9 @@ class Timed:
     def kv(record: RecordLayout, addresses: np.ndarray, numbers: np.ndarray) -> PagedKV:
         """Pages with these numbers, of which the last one is written into. Of those that are sealed it is not seen."""
         nothing: list[torch.Tensor | None] = [None] * len(addresses)
-        entries = Entries.whole(addresses, nothing, record.page_size)
-        size, last = record.page_size, int(numbers[-1]) * record.page_size
-        entries = replace(entries, first=numbers * size, since=(numbers + 1) * size * record.codec_k.sealed)
+        size, last, zeros = record.page_size, int(numbers[-1]) * record.page_size, np.zeros_like(numbers)
+        since = (numbers + 1) * size * record.codec_k.sealed
+        entries = Entries(addresses, numbers * size, zeros, zeros + size, since, zeros + FAR, zeros, nothing)
         return PagedKV(record, entries, Into(last, addresses[-1:], nothing[-1:]))
 
     def at(self, start: int, parts: int) -> list[DevicePages]:
