@@ -72,6 +72,13 @@ def test_settle(width, parts, post, following):
         torch.testing.assert_close(floats(found, width), expected, rtol=6e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(3, 320), (1, 4096), (2, 5, 64)])
+def test_norm_in_float32(shape):
+    x, weight = random(*shape[:-1], shape[-1] + 8)[..., 8:], random(shape[-1], seed=1)
+    found = wide.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-6)
+    torch.testing.assert_close(found.cpu(), pointwise.rms_norm(x, weight, 1e-6), rtol=1e-5, atol=1e-6)
+
+
 def test_norm_of_large_weights_stays_finite():
     x = torch.zeros(2, 64)
     x[:, 3] = 1.0

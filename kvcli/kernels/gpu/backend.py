@@ -263,7 +263,7 @@ class GpuBackend:
             weight, torch.empty(len(ids), weight.cols, device=self.device), ids.to(self.device), scale
         )
 
-    rms_norm = staticmethod(pointwise.rms_norm)
+    rms_norm = staticmethod(wide.rms_norm)
     layer_norm = staticmethod(pointwise.layer_norm)
     rope_ = staticmethod(pointwise.rope_)
     activate = staticmethod(pointwise.activate)

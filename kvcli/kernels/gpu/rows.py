@@ -20,7 +20,7 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.settle import norm_heads_together
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
-from kvcli.kernels.reference.pointwise import rms_norm
+from kvcli.kernels.gpu.wide import rms_norm
 from kvcli.kernels.reference.rotation import block
 
 LOG2_E = 1.4426950408889634

@@ -58,13 +58,25 @@ def _store(v, row, values, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constex
 
 
 @triton.jit
-def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
+def _normed(x, weight, row, eps, N: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr):
+    i = tl.arange(0, PAD)
     wait_for_previous(PDL)
+    v = tl.load(x + row * N + i, mask=i < N, other=0.0)
+    return v * tl.rsqrt(tl.sum(v * v, 0) / N + eps) * tl.load(weight + i, mask=i < N, other=0.0)
+
+
+@triton.jit
+def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    v = _normed(x, weight, row, eps, N, PAD, PDL)
+    _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    v = tl.load(x + row * N + i, mask=i < N, other=0.0)
-    v = v * tl.rsqrt(tl.sum(v * v, 0) / N + eps) * tl.load(weight + i, mask=i < N, other=0.0)
-    _store(tl.clamp(v, -LARGEST_HALF, LARGEST_HALF).to(tl.float16), row, out, N, PAD, WOVEN)
+    tl.store(out + row * N + i, _normed(x, weight, row, eps, N, PAD, PDL), mask=i < N)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
@@ -73,6 +85,16 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False,
     out = _empty(t, n, x.device, woven)
     launch(_norm, (t,))(x, weight, out, eps, n, pad, woven, pdl, **launch_options(pdl, _warps(pad)))
     return HalfRows(out, None, woven)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`pointwise.rms_norm`, in one kernel."""
+    n, x = x.shape[-1], x.contiguous()
+    out, pad = torch.empty_like(x), _pad(n)
+    launch(_rms_norm, (x.numel() // n,))(
+        x, weight, out, eps, n, pad, SERIAL, **launch_options(SERIAL, _warps(pad))
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
