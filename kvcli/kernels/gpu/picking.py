@@ -30,8 +30,9 @@ BEST, FINEST = tl.constexpr((1 << 2 * DIGITS) - 2), tl.constexpr(256.0)  # the n
 
 
 @triton.jit
-def _counted(number, least, step, FIELD: tl.constexpr):
-    """How many numbers are at least one, two and three steps above `least`; each below 2 ** FIELD."""
+def _counted(number, final, least, step, FIELD: tl.constexpr):
+    """How many numbers, and `final` among them, are at least one, two and three steps above `least`; without it each
+    below 2 ** FIELD."""
     one = (number >= least + step).to(tl.int32)
     two = (number >= least + 2 * step).to(tl.int32)
     three = (number >= least + 3 * step).to(tl.int32)
@@ -40,7 +41,9 @@ def _counted(number, least, step, FIELD: tl.constexpr):
     else:
         all = tl.sum(one + (two << FIELD) + (three << (2 * FIELD)), 0)
     only: tl.constexpr = (1 << FIELD) - 1
-    return (all & only).to(tl.int32), ((all >> FIELD) & only).to(tl.int32), (all >> (2 * FIELD)).to(tl.int32)
+    ones = (all & only).to(tl.int32) + (final >= least + step)
+    twos = ((all >> FIELD) & only).to(tl.int32) + (final >= least + 2 * step)
+    return ones, twos, (all >> (2 * FIELD)).to(tl.int32) + (final >= least + 3 * step)
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _pick(scores, table, chosen, end, count, entries, digits, N: tl.constexpr):
     of means, and what is 64 below is nothing. The least one that is read is found two bits at a time: by how many
     entries have each next pair or a larger one.
     """
-    FIELD: tl.constexpr = 10 if N < 1024 else 20
+    FIELD: tl.constexpr = 10 if N <= 1024 else 20
     n = tl.arange(0, N)
     words = tl.load(table + n, mask=n < entries, other=0)
     s = tl.load(scores + n, mask=n < end, other=NEVER, cache_modifier=".cg")  # others wrote them meanwhile
@@ -59,12 +62,16 @@ def _pick(scores, table, chosen, end, count, entries, digits, N: tl.constexpr):
     below = (s - tl.max(tl.where(forced, NEVER, s), 0)) * FINEST
     number = tl.clamp(below, -1.0 * BEST, 0.0).to(tl.int32) + BEST
     number = tl.where(forced, BEST + 1, tl.where(s > NEVER, number, -1))
+    counted, final = number, -1
+    if N == 1024:  # as many as are counted with 10 bits, and one more
+        counted = tl.where(n < N - 1, number, -1)
+        final = tl.max(tl.where(n < N - 1, -1, number), 0)
     least = 0
     above = 0  # entries with larger numbers than any that `least` may yet become
     step = 1 << 2 * digits - 2
     # A loop that stays one: instructions that are not there yet, as at the next layer, take longer than running them.
     for _ in tl.range(bound(0), bound(digits), loop_unroll_factor=1):
-        one, two, three = _counted(number, least, step, FIELD)
+        one, two, three = _counted(counted, final, least, step, FIELD)
         above = tl.where(three >= count, above, tl.where(two >= count, three, tl.where(one >= count, two, one)))
         least += tl.where(three >= count, 3, tl.where(two >= count, 2, tl.where(one >= count, 1, 0))) * step
         step = step >> 2
