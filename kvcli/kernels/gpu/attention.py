@@ -64,7 +64,7 @@ def _attend(
     OPEN_RECORD: tl.constexpr, OPEN_K_ROW: tl.constexpr, OPEN_V_ROW: tl.constexpr, OPEN_V_OFFSET: tl.constexpr,
     CENTRED: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr, EDGED: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, OPEN_BN: tl.constexpr, OPEN_STAGES: tl.constexpr,
-    CHOSEN: tl.constexpr, NOTED: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
+    CHOSEN: tl.constexpr, NOTED: tl.constexpr, APART: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     parts = tl.num_programs(1)
@@ -101,7 +101,7 @@ def _attend(
     oldest = 0
     if WINDOWED:
         oldest = first - window + 1
-    TILES: tl.constexpr = SIZE // BN
+    TILES: tl.constexpr = SIZE // BN  # 0 where a tile has two pages
     OPEN_TILES: tl.constexpr = SIZE // OPEN_BN
     noted_at = noted + row[:, None] * noted_room
     if kind != WHOLE:
@@ -111,19 +111,25 @@ def _attend(
             wait_for_previous(PDL)  # the kernel before has written what is chosen, a row of `room` words of each head
             if turned == 0:
                 table = chosen + head.to(tl.int64) * room
+        begin = lo * TILES
+        stop = hi * TILES
+        if TILES == 0:
+            stop = tl.cdiv(hi - lo, 2)
+            table += lo
+            noted_at += lo * SIZE
         span(
-            lo * TILES, hi * TILES, q, qc, qb, ok, asks, at, oldest, newest, window, head, table, offset, angles,
+            begin, stop, hi - lo, q, qc, qb, ok, asks, at, oldest, newest, window, head, table, offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
             CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
-            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, False, TILES, BN, STAGES, NOTED, PDL,
+            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, False, TILES, BN, STAGES, NOTED, LEFT, PDL,
         )  # fmt: skip
     elif kind == OPEN:
         stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
-            lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, open_offset, angles,
+            lo * OPEN_TILES, stop, 0, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, open_offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
             OPEN_K, OPEN_V, OPEN_NK, OPEN_NV, OPEN_RECORD, OPEN_K_ROW, OPEN_V_ROW, OPEN_V_OFFSET, 0, 0, 0.0, 0.0, 0.0,
-            0.0, False, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, PDL,
+            0.0, False, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, LEFT, PDL,
         )  # fmt: skip
     elif kind != EDGES:
         wait_for_previous(PDL)
@@ -132,10 +138,11 @@ def _attend(
     elif EDGED:
         stop = tile_end(edges, hi, newest, OPEN_TILES, OPEN_BN)
         span(
-            lo * OPEN_TILES, stop, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, offset, angles,
+            lo * OPEN_TILES, stop, 0, q, qc, qb, ok, asks, at, oldest, newest, window, head, edges, offset, angles,
             scale_k, scale_v, out, tops, totals, cell, softcap, noted_at, BLOCK, M, DIM_K, PAD_K, DIM_V, PAD_V,
             CODEC_K, CODEC_V, NK, NV, RECORD, K_ROW, V_ROW, V_OFFSET, K_SCALES, V_SCALES, OFF_K, OFF_V, FACTOR_K,
-            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, PDL,
+            FACTOR_V, CENTRED, ROPE, ROPE_PAD, WINDOWED, CAPPED, True, OPEN_TILES, OPEN_BN, OPEN_STAGES, NOTED, LEFT,
+            PDL,
         )  # fmt: skip
 
 
@@ -185,7 +192,9 @@ def programs(chip: Chip, sealed: bool) -> int:
 @dataclass(frozen=True)
 class Tiling:
     """Rows of a tile, warps and pipeline stages (one more than tiles on their way at once) for the sealed (or only)
-    pages; rows and stages for the open ones; registers of a thread, 0 = as many as the compiler takes."""
+    pages, of which a tile may have two; rows and stages for the open ones; registers of a thread, 0 = as many as the
+    compiler takes. `left`: rows are the left side of products (see `tiles.times`), which want no more than two warps:
+    four would have them by warp groups."""
 
     rows: int
     warps: int
@@ -193,12 +202,13 @@ class Tiling:
     open_rows: int = 32
     open_stages: int = 2
     registers: int = 0
+    left: bool = False
 
 
 def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     """By the wider of the two codecs; `dim` is the padded head dim.
 
-    int4, int8 and f16 up to 128 are as measured on an H100, the others such that few registers spill. Programs that
+    int4, int8, fp8 and f16 up to 128 are as measured, the others such that few registers spill. Programs that
     together want more than 196 KB of shared memory of a multiprocessor cost 3 us a layer: it is then divided anew
     between this kernel and the next, which waits for that.
     """
@@ -212,9 +222,13 @@ def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     if parts == 4:
         if large:
             return Tiling(32, 4 if above else 2, 2, 16)
-        return Tiling(64, 2, 2, 32, 3, FIVE) if above else Tiling(64, 2, 3, 32, 3)
+        return Tiling(64, 2, 2, 32, 3, FIVE, left=True) if above else Tiling(128, 2, 2, left=True)
     if parts == 2:
-        return Tiling(32, 2, 2, 16) if large else Tiling(64, 2, 2, 32, 3, FIVE if any(c.mantissa for c in both) else 0)
+        if large:
+            return Tiling(32, 2, 2, 16)
+        return (
+            Tiling(64, 2, 2, 32, 3, FIVE, left=True) if any(c.mantissa for c in both) else Tiling(128, 2, 2, left=True)
+        )
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
     return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if any(c.mantissa == 7 for c in both) else 2, 2)
@@ -258,6 +272,9 @@ def attend(
     block, m = block_rows(r, heads, 1 if alone else rows, Chip.of(queries.q.device))
     if tiles is None:
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), alone)
+    left = alone and tiles.left
+    if left:
+        m = max(8, triton.next_power_of_2(group))
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some, noted = queries.q, lists.noted if rows == 1 else None  # `some` stands for what is not there
     chosen = lists.selection.chosen if lists.selection is not None and pages.chooses else lists.table[None]
@@ -274,8 +291,8 @@ def attend(
         left_centre(r.codec_v), head_factor(r.codec_k), head_factor(r.codec_v),
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
-        lists.edged, window > 0, softcap > 0, min(tiles.rows, r.page_size), tiles.stages,
-        min(tiles.open_rows, r.page_size), tiles.open_stages, pages.chooses, noted is not None, lists.apart, pdl,
+        lists.edged, window > 0, softcap > 0, min(tiles.rows, (1 + left) * r.page_size), tiles.stages,
+        min(tiles.open_rows, r.page_size), tiles.open_stages, pages.chooses, noted is not None, lists.apart, left, pdl,
         **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip
     return out

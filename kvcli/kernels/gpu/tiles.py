@@ -10,8 +10,8 @@ A tile comes in *parts*, each with a run of a row's elements, so that nothing ha
 
 CODEC is the `Numbers` of a cache type (kvcli/codecs.py): kernels are compiled for these, and know no names.
 
-Codes become float16 exactly, by setting the mantissa of 1024 (integers) or by moving bits (fp8; e4m3 comes 2**8 too
-small). Scales, offsets and that factor are left to the caller, which has them act on scores and probabilities.
+Codes become float16 exactly (unpacking.py). Scales, offsets and factors are left to the caller, which has them act on
+scores and probabilities.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 
 from kvcli.codecs import HEAD, Codec
-from kvcli.kernels.gpu.language import INTERPRET, INTERPRETED, fence_copies
+from kvcli.kernels.gpu.language import INTERPRETED, fence_copies
+from kvcli.kernels.gpu.unpacking import (
+    unpack4,
+    unpack4_lifted,
+    unpack5,
+    unpack6,
+    unpack8,
+    unpack_e4m3,
+    unpack_e5m2,
+)
 
 LARGEST_HALF = tl.constexpr(65504.0)
 
@@ -79,212 +88,53 @@ def elements(i: tl.constexpr, PARTS: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
 
 
 @triton.jit
-def unpack4(w):
-    """uint16 -> its four nibbles from the lowest up, float16 0..15 each."""
-    if INTERPRET:
-        u0 = (((w & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u1 = ((((w >> 4) & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u2 = ((((w >> 8) & 0xF) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u3 = (((w >> 12) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        return u0, u1, u2, u3
+def column(x, TURNED: tl.constexpr):
+    """Numbers [n] as [n, 1]; TURNED: as [1, n]."""
+    if TURNED:
+        return x[None, :]
     else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t, m, k, z;
-            mov.b32 m, 0x64006400; mov.b32 k, 0x2c002c00; mov.b32 z, 0xd400d400;
-            lop3.b32 $0, $4, 0x000f000f, m, 0xea;
-            lop3.b32 $1, $4, 0x00f000f0, m, 0xea;
-            shr.u32  t, $4, 8;
-            lop3.b32 $2, t, 0x000f000f, m, 0xea;
-            lop3.b32 $3, t, 0x00f000f0, m, 0xea;
-            sub.f16x2 $0, $0, m;
-            fma.rn.f16x2 $1, $1, k, z;
-            sub.f16x2 $2, $2, m;
-            fma.rn.f16x2 $3, $3, k, z; }""",
-            "=&r,=&r,=&r,=&r,r",
-            [w],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return x[:, None]
 
 
 @triton.jit
-def unpack5(w, h):
-    """uint16 of four low nibbles and uint16 0..15 of four high bits -> float16 0..31, four times."""
-    if INTERPRET:
-        u0 = (((w & 0xF) | ((h & 1) << 4) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u1 = ((((w >> 4) & 0xF) | ((h & 2) << 3) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u2 = ((((w >> 8) & 0xF) | ((h & 4) << 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u3 = (((w >> 12) | ((h & 8) << 1) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        return u0, u1, u2, u3
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, t, m;
-            mov.b32 m, 0x64006400;
-            shl.b32 a, $5, 4;
-            lop3.b32 a, a, 0x00100010, m, 0xea;
-            lop3.b32 $0, $4, 0x000f000f, a, 0xea;
-            shl.b32 a, $5, 3;
-            shr.u32 t, $4, 4;
-            lop3.b32 a, a, 0x00100010, m, 0xea;
-            lop3.b32 $1, t, 0x000f000f, a, 0xea;
-            shl.b32 a, $5, 2;
-            shr.u32 t, $4, 8;
-            lop3.b32 a, a, 0x00100010, m, 0xea;
-            lop3.b32 $2, t, 0x000f000f, a, 0xea;
-            shl.b32 a, $5, 1;
-            shr.u32 t, $4, 12;
-            lop3.b32 a, a, 0x00100010, m, 0xea;
-            lop3.b32 $3, t, 0x000f000f, a, 0xea;
-            sub.f16x2 $0, $0, m;
-            sub.f16x2 $1, $1, m;
-            sub.f16x2 $2, $2, m;
-            sub.f16x2 $3, $3, m; }""",
-            "=&r,=&r,=&r,=&r,r,r",
-            [w, h],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def unpack6(w, h):
-    """uint16 of four low nibbles and uint16 0..255 of four high pairs of bits -> float16 0..63, four times."""
-    if INTERPRET:
-        u0 = (((w & 0xF) | ((h & 3) << 4) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u1 = ((((w >> 4) & 0xF) | ((h & 12) << 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u2 = ((((w >> 8) & 0xF) | (h & 48) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        u3 = (((w >> 12) | ((h & 192) >> 2) | 0x6400).to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
-        return u0, u1, u2, u3
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, t, m;
-            mov.b32 m, 0x64006400;
-            shl.b32 a, $5, 4;
-            lop3.b32 a, a, 0x00300030, m, 0xea;
-            lop3.b32 $0, $4, 0x000f000f, a, 0xea;
-            shl.b32 a, $5, 2;
-            shr.u32 t, $4, 4;
-            lop3.b32 a, a, 0x00300030, m, 0xea;
-            lop3.b32 $1, t, 0x000f000f, a, 0xea;
-            shr.u32 t, $4, 8;
-            lop3.b32 a, $5, 0x00300030, m, 0xea;
-            lop3.b32 $2, t, 0x000f000f, a, 0xea;
-            shr.u32 a, $5, 2;
-            shr.u32 t, $4, 12;
-            lop3.b32 a, a, 0x00300030, m, 0xea;
-            lop3.b32 $3, t, 0x000f000f, a, 0xea;
-            sub.f16x2 $0, $0, m;
-            sub.f16x2 $1, $1, m;
-            sub.f16x2 $2, $2, m;
-            sub.f16x2 $3, $3, m; }""",
-            "=&r,=&r,=&r,=&r,r,r",
-            [w, h],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def unpack8(w):
-    """uint16 of two codes 1..255 -> float16 code - 128, the low byte's and the high byte's."""
-    if INTERPRET:
-        u0 = (((w & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0).to(tl.float16)
-        u1 = (((w >> 8) | 0x6400).to(tl.float16, bitcast=True) - 1152.0).to(tl.float16)
-        return u0, u1
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 m, z;
-            mov.b32 m, 0x64646464; mov.b32 z, 0x64806480;
-            prmt.b32 $0, $2, m, 0x4240;
-            prmt.b32 $1, $2, m, 0x4341;
-            sub.f16x2 $0, $0, z;
-            sub.f16x2 $1, $1, z; }""",
-            "=&r,=&r,r",
-            [w],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def unpack_e4m3(w):
-    """uint16 of two e4m3 -> float16 of 2**-8 times them."""
-    if INTERPRET:
-        u0 = (((w & 0x80) << 8) | ((w & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        u1 = ((w & 0x8000) | ((w >> 1) & 0x3F80)).to(tl.float16, bitcast=True)
-        return u0, u1
-    else:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, s;
-            shl.b32 a, $2, 7;
-            shl.b32 s, $2, 8;
-            and.b32 s, s, 0x80008000;
-            lop3.b32 $0, a, 0x3f803f80, s, 0xea;
-            shr.u32 a, $2, 1;
-            and.b32 s, $2, 0x80008000;
-            lop3.b32 $1, a, 0x3f803f80, s, 0xea; }""",
-            "=&r,=&r,r",
-            [w],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def unpack_e5m2(w):
-    """uint16 of two e5m2 -> float16."""
-    if INTERPRET:
-        return ((w & 0xFF) << 8).to(tl.float16, bitcast=True), (w & 0xFF00).to(tl.float16, bitcast=True)
-    else:
-        return tl.inline_asm_elementwise(
-            """{ shl.b32 $0, $2, 8;
-            and.b32 $0, $0, 0xff00ff00;
-            and.b32 $1, $2, 0xff00ff00; }""",
-            "=&r,=&r,r",
-            [w],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-
-
-@triton.jit
-def load_units(units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
-    """The first N units of rows [BN], which are PITCH units apart, from pointer `units` -> [BN, PAD].
+def load_units(
+    units, rows, seen, PITCH: tl.constexpr, N: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr,
+    TURNED: tl.constexpr,
+):  # fmt: skip
+    """The first N units of rows [BN], which are PITCH units apart, from pointer `units` -> [BN, PAD]; TURNED:
+    transposed, which a product takes from the left as it is, while the compiler does not copy ahead what is transposed
+    afterwards.
 
     Columns beyond N are 0; with MASKED also the rows that are not `seen` [BN].
     """
     j = tl.arange(0, PAD)
-    p = units + rows[:, None] * PITCH + j[None, :]
+    p = units + column(rows, TURNED) * PITCH + column(j, not TURNED)
     if MASKED:
         if N == PAD:
-            return tl.load(p, mask=seen[:, None], other=0)
+            return tl.load(p, mask=column(seen, TURNED), other=0)
         else:
-            return tl.load(p, mask=seen[:, None] & (j < N)[None, :], other=0)
+            return tl.load(p, mask=column(seen, TURNED) & column(j < N, not TURNED), other=0)
     elif N == PAD:
         return tl.load(p)
     else:
-        return tl.load(p, mask=(j < N)[None, :], other=0)
+        return tl.load(p, mask=column(j < N, not TURNED), other=0)
 
 
 @triton.jit
-def load_bytes(at, rows, seen, columns, PITCH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr):
+def load_bytes(
+    at, rows, seen, columns, PITCH: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, TURNED: tl.constexpr
+):
     """Bytes `columns` [n] below N of rows [BN], as uint16 [BN, n]; see `load_units`."""
-    mask = (columns < N)[None, :]
+    mask = column(columns < N, not TURNED)
     if MASKED:
-        mask = mask & seen[:, None]
-    p = at.to(tl.pointer_type(tl.uint8)) + rows[:, None] * PITCH + columns[None, :]
+        mask = mask & column(seen, TURNED)
+    p = at.to(tl.pointer_type(tl.uint8)) + column(rows, TURNED) * PITCH + column(columns, not TURNED)
     return tl.load(p, mask=mask, other=0).to(tl.uint16)
 
 
 @triton.jit
 def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-               MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
+               MASKED: tl.constexpr, AT: tl.constexpr = 0, TURNED: tl.constexpr = False):  # fmt: skip
     """Rows of f32, f16 or bf16 (PITCH bytes each), from AT bytes behind an address on, as float16 [BN, PAD]; what is
     beyond its range is clamped.
 
@@ -293,28 +143,33 @@ def plain_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.c
     """
     if CODEC.mantissa == 10:
         return load_units(
-            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED
-        )
+            tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED,
+            TURNED,
+        )  # fmt: skip
     elif CODEC.mantissa == 7:
         bits = load_units(
-            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED
-        )
+            tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2, rows, seen, PITCH // 2, DIM, PAD, MASKED,
+            TURNED,
+        )  # fmt: skip
         x = (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     else:
         tl.static_assert(CODEC.mantissa == 23, "no such floats")
         x = load_units(
-            tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + AT // 4, rows, seen, PITCH // 4, DIM, PAD, MASKED
-        )
+            tl.multiple_of(at.to(tl.pointer_type(tl.float32)), 16) + AT // 4, rows, seen, PITCH // 4, DIM, PAD, MASKED,
+            TURNED,
+        )  # fmt: skip
         return tl.clamp(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
 
 
 @triton.jit
 def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-              MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
-    """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each."""
-    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2
-    w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED)
+              MASKED: tl.constexpr, AT: tl.constexpr = 0, TURNED: tl.constexpr = False):  # fmt: skip
+    """Rows of one byte an element as two parts, float16 [BN, PAD / 2] each. Here and below `at` may be the address of
+    each row's page, [BN, 1], or [1, BN] where they are TURNED."""
+    PAIRS: tl.constexpr = len(at.shape) == 2
+    words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), (16, 16) if PAIRS else 16) + AT // 2
+    w = load_units(words, rows, seen, PITCH // 2, DIM // 2, PAD // 2, MASKED, TURNED)
     if CODEC.mantissa == 0:
         return unpack8(w)
     elif CODEC.mantissa == 3:
@@ -326,63 +181,88 @@ def pair_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.co
 
 @triton.jit
 def quarter_tile(at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, CODEC: tl.constexpr,
-                 MASKED: tl.constexpr, AT: tl.constexpr = 0):  # fmt: skip
-    """Rows of codes of fewer than 8 bits as four parts, float16 [BN, PAD / 4] each."""
+                 MASKED: tl.constexpr, AT: tl.constexpr = 0, TURNED: tl.constexpr = False,
+                 LIFTED: tl.constexpr = False):  # fmt: skip
+    """Rows of codes of fewer than 8 bits as four parts, float16 [BN, PAD / 4] each; those of 4 bits may be LIFTED."""
     if PITCH % 2 == 0:
-        words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), 16) + AT // 2
-        w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED)
+        PAIRS: tl.constexpr = len(at.shape) == 2
+        words = tl.multiple_of(at.to(tl.pointer_type(tl.uint16)), (16, 16) if PAIRS else 16) + AT // 2
+        w = load_units(words, rows, seen, PITCH // 2, DIM // 4, PAD // 4, MASKED, TURNED)
     else:  # rows do not begin where words may
         j = 2 * tl.arange(0, PAD // 4)
-        low = load_bytes(at + AT, rows, seen, j, PITCH, DIM // 2, MASKED)
-        w = low | (load_bytes(at + AT, rows, seen, j + 1, PITCH, DIM // 2, MASKED) << 8)
-    if CODEC.bits == 4:
+        low = load_bytes(at + AT, rows, seen, j, PITCH, DIM // 2, MASKED, TURNED)
+        w = low | (load_bytes(at + AT, rows, seen, j + 1, PITCH, DIM // 2, MASKED, TURNED) << 8)
+    if CODEC.bits == 4 and LIFTED:
+        return unpack4_lifted(w)
+    elif CODEC.bits == 4:
         return unpack4(w)
     else:
         j = tl.arange(0, PAD // 4)
         if CODEC.bits == 6:
-            return unpack6(w, load_bytes(at + AT + DIM // 2, rows, seen, j, PITCH, DIM // 4, MASKED))
+            return unpack6(w, load_bytes(at + AT + DIM // 2, rows, seen, j, PITCH, DIM // 4, MASKED, TURNED))
         else:
             tl.static_assert(CODEC.bits == 5, "codes of that width are not unpacked")
             HALF: tl.constexpr = DIM // 8
             there = tl.where(j < 2 * HALF, j % HALF, HALF)
-            h = load_bytes(at + AT + DIM // 2, rows, seen, there, PITCH, HALF, MASKED)
-            return unpack5(w, h >> (j // HALF * 4).to(tl.uint16)[None, :])
+            h = load_bytes(at + AT + DIM // 2, rows, seen, there, PITCH, HALF, MASKED, TURNED)
+            return unpack5(w, h >> column((j // HALF * 4).to(tl.uint16), not TURNED))
+
+
+@triton.jit
+def times(x, y, z, LEFT: tl.constexpr):
+    """x [M, K] times y [K, N], plus z, if there is one -> float32 [M, N]. LEFT: z and the result are transposed, and y
+    is the left side: tensor cores have 16 rows there, but 8 columns on the right, and a token's queries are few."""
+    if LEFT:
+        return tl.dot(tl.trans(y), tl.trans(x), z)
+    else:
+        return tl.dot(x, y, z)
+
+
+@triton.jit
+def add_product(sums, decay, w, v, LEFT: tl.constexpr):
+    """Sums times decay [M], plus w [M, BN] times v [BN, N]; LEFT (see `times`): all are transposed."""
+    if LEFT:
+        return tl.dot(v, w, sums * decay[None, :])
+    else:
+        return tl.dot(w, v, sums * decay[:, None])
 
 
 @triton.jit
 def dot_keys(q0, q1, q2, q3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-             CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Parts of queries, float16 [M, PAD / PARTS], times the codes of rows -> float32 [M, BN]."""
+             CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, LEFT: tl.constexpr):  # fmt: skip
+    """Parts of queries, float16 [M, PAD / PARTS], times the codes of rows -> float32 [M, BN]; LEFT: see `times`. Codes
+    of 4 bits are lifted."""
     if PARTS == 1:
         k = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
         fence_copies(q0.shape[0])
-        return tl.dot(q0, tl.trans(k))
+        return times(q0, tl.trans(k), None, LEFT)
     elif PARTS == 2:
         k0, k1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
-        return tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
+        return times(q1, tl.trans(k1), times(q0, tl.trans(k0), None, LEFT), LEFT)
     else:
-        k0, k1, k2, k3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED)
-        s = tl.dot(q1, tl.trans(k1), tl.dot(q0, tl.trans(k0)))
-        return tl.dot(q3, tl.trans(k3), tl.dot(q2, tl.trans(k2), s))
+        k0, k1, k2, k3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, LIFTED=True)
+        s = times(q1, tl.trans(k1), times(q0, tl.trans(k0), None, LEFT), LEFT)
+        return times(q3, tl.trans(k3), times(q2, tl.trans(k2), s, LEFT), LEFT)
 
 
 @triton.jit
 def add_values(w, decay, a0, a1, a2, a3, at, rows, seen, PITCH: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-               CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, AT: tl.constexpr):  # fmt: skip
+               CODEC: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr, AT: tl.constexpr,
+               LEFT: tl.constexpr):  # fmt: skip
     """Each part's sum, float32 [M, PAD / PARTS], times decay [M], plus weights float16 [M, BN] times the codes of rows
-    AT bytes behind the address."""
+    AT bytes behind the address. LEFT: see `times`; weights and sums are transposed. Codes of 4 bits are lifted."""
     if PARTS == 1:
-        v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
+        v0 = plain_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT, LEFT)
         fence_copies(w.shape[0])
-        a0 = tl.dot(w, v0, a0 * decay[:, None])
+        a0 = add_product(a0, decay, w, v0, LEFT)
     elif PARTS == 2:
-        v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
-        a0 = tl.dot(w, v0, a0 * decay[:, None])
-        a1 = tl.dot(w, v1, a1 * decay[:, None])
+        v0, v1 = pair_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT, LEFT)
+        a0 = add_product(a0, decay, w, v0, LEFT)
+        a1 = add_product(a1, decay, w, v1, LEFT)
     else:
-        v0, v1, v2, v3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT)
-        a0 = tl.dot(w, v0, a0 * decay[:, None])
-        a1 = tl.dot(w, v1, a1 * decay[:, None])
-        a2 = tl.dot(w, v2, a2 * decay[:, None])
-        a3 = tl.dot(w, v3, a3 * decay[:, None])
+        v0, v1, v2, v3 = quarter_tile(at, rows, seen, PITCH, DIM, PAD, CODEC, MASKED, AT, LEFT, True)
+        a0 = add_product(a0, decay, w, v0, LEFT)
+        a1 = add_product(a1, decay, w, v1, LEFT)
+        a2 = add_product(a2, decay, w, v2, LEFT)
+        a3 = add_product(a3, decay, w, v3, LEFT)
     return a0, a1, a2, a3
