@@ -76,7 +76,7 @@ class Kv:
         for _ in range(count):
             time.sleep(pause)
             starts.append(started())
-            firsts += [self.timed(1)[1]]
+            firsts.append(self.timed(1)[1])
             time.sleep(pause)
             said.append(self.said())
         start, first = statistics.median(starts), statistics.median(firsts)

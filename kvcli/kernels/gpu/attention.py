@@ -28,7 +28,8 @@ from kvcli.kernels.gpu.tiles import head_factor, launch_options, left_centre, ti
 
 WHOLE, EDGES, OPEN = (tl.constexpr(x) for x in (shares.WHOLE, shares.EDGES, shares.OPEN))
 LOG2_E = 1.4426950408889634
-SEALED_BYTES = 38 << 10  # of shared memory that a program over sealed pages may take
+SEALED_BYTES = 43 << 10  # of shared memory that a program over sealed pages may take
+MOST_LEFT = 16  # queries of a key-value head on the right: sums of more would not stay in registers
 FIVE = 200  # registers of a thread, for five programs of two warps on a multiprocessor
 
 
@@ -192,9 +193,9 @@ def programs(chip: Chip, sealed: bool) -> int:
 @dataclass(frozen=True)
 class Tiling:
     """Rows of a tile, warps and pipeline stages (one more than tiles on their way at once) for the sealed (or only)
-    pages, of which a tile may have two; rows and stages for the open ones; registers of a thread, 0 = as many as the
-    compiler takes. `left`: rows are the left side of products (see `tiles.times`), which want no more than two warps:
-    four would have them by warp groups."""
+    pages, of which a tile may have two where it is `left`; rows and stages for the open ones; registers of a thread,
+    0 = as many as the compiler takes. `left`: cached rows are the left side of products (see `tiles.times`), which want
+    no more than two warps: four would have them by warp groups."""
 
     rows: int
     warps: int
@@ -226,16 +227,16 @@ def tiling(codec_k: Codec, codec_v: Codec, dim: int, decode: bool) -> Tiling:
     if parts == 2:
         if large:
             return Tiling(32, 2, 2, 16)
-        return (
-            Tiling(64, 2, 2, 32, 3, FIVE, left=True) if any(c.mantissa for c in both) else Tiling(128, 2, 2, left=True)
-        )
+        floats = any(c.mantissa for c in both)
+        return Tiling(64, 2, 2, 32, 3, FIVE, left=True) if floats else Tiling(128, 2, 2, left=True)
     if wide:
         return Tiling(16 if large else 32, 4, 2, 16)
     return Tiling(32, 4, 2, 16) if large else Tiling(64, 4 if any(c.mantissa == 7 for c in both) else 2, 2)
 
 
 def block_rows(record: RecordLayout, heads: int, rows: int, chip: Chip) -> tuple[int, int]:
-    """How many positions make a block of a step of `rows`, and how many queries a program has, of all heads.
+    """How many positions make a block of a step of `rows`, and how many queries a program has, of all heads, but
+    where `Tiling.left`.
 
     With 64 the products go by warp groups, whose numbers are wrong (Triton 3.6) where keys come in two parts and values
     in four; and where they go by tensor memory (sm_100), some do not compile (Triton 3.9).
@@ -272,9 +273,11 @@ def attend(
     block, m = block_rows(r, heads, 1 if alone else rows, Chip.of(queries.q.device))
     if tiles is None:
         tiles = tiling(r.codec_k, r.codec_v, max(pad_k, pad_v), alone)
-    left = alone and tiles.left
+    left = alone and tiles.left and group <= MOST_LEFT
     if left:
         m = max(8, triton.next_power_of_2(group))
+    pairs = left and m == 8  # wider sums of two pages would not stay in registers
+    rows_of_tile = tiles.rows if pairs else min(tiles.rows, 64)
     rope = 0 if pages.angles is None else pages.angles.shape[1]
     some, noted = queries.q, lists.noted if rows == 1 else None  # `some` stands for what is not there
     chosen = lists.selection.chosen if lists.selection is not None and pages.chooses else lists.table[None]
@@ -291,7 +294,7 @@ def attend(
         left_centre(r.codec_v), head_factor(r.codec_k), head_factor(r.codec_v),
         o.codec_k.numbers, o.codec_v.numbers, tile_parts(o.codec_k), tile_parts(o.codec_v), o.record_bytes,
         o.k_row_bytes, o.v_row_bytes, o.v_offset, pages.centre is not None, rope, max(16, triton.next_power_of_2(rope)),
-        lists.edged, window > 0, softcap > 0, min(tiles.rows, (1 + left) * r.page_size), tiles.stages,
+        lists.edged, window > 0, softcap > 0, min(rows_of_tile, (1 + pairs) * r.page_size), tiles.stages,
         min(tiles.open_rows, r.page_size), tiles.open_stages, pages.chooses, noted is not None, lists.apart, left, pdl,
         **launch_options(pdl, tiles.warps, tiles.registers),
     )  # fmt: skip

@@ -190,6 +190,7 @@ def span(
     are transposed (see `times`), for queries of one position.
     """
     tl.static_assert(not LEFT or BLOCK == 1, "queries at several positions stand on the left")
+    tl.static_assert(LEFT or TILES > 0, "two pages make a tile of rows on the left alone")
     PITCH: tl.constexpr = EDGE if MASKED else 1
     SCALES: tl.constexpr = K_SCALES > 0 or V_SCALES > 0
     # Addresses are read three tiles ahead by hand, so that rows themselves are what the compiler reads ahead. Each is
@@ -245,9 +246,10 @@ def span(
         a3 = a0
     if SCALES:
         at = of_pages(address(word, CENTRED), address(word_2, CENTRED), BN, TILES)
-        kd_next, vd_next = scales_of(at, table, lo, oldest, newest, K_SCALES, V_SCALES, TILES, BN, MASKED)
-        kd = kd_next.to(tl.float32)
-        vd = vd_next.to(tl.float32)
+        kd, vd = scales_of(at, table, lo, oldest, newest, K_SCALES, V_SCALES, TILES, BN, MASKED)
+    if SCALES and LEFT:
+        kd = kd.to(tl.float32)
+        vd = vd.to(tl.float32)
         at = of_pages(address(first + own, CENTRED), address(first_2 + own, CENTRED), BN, TILES)
         following = tl.minimum(lo + 1, hi - 1)
         kd_next, vd_next = scales_of(at, table, following, oldest, newest, K_SCALES, V_SCALES, TILES, BN, MASKED)
@@ -257,7 +259,13 @@ def span(
             page_2_next = tile_word(table, t + 3, last, 1, TILES, PITCH)
         rows = rows_of(t, TILES, BN)
         seen = seen_rows(table, t, oldest, newest, TILES, BN, MASKED)
-        if SCALES:  # by hand too: they are too small for the compiler to do it
+        # Scales by hand too: they are too small for the compiler to do it. Two tiles ahead where there are registers;
+        # there they are floats a turn before they are used, for moved up alone they would keep it from copying ahead.
+        if SCALES and not LEFT:
+            following = tl.minimum(t + 1, last)
+            at = address(first + own, CENTRED)
+            kd_next, vd_next = scales_of(at, table, following, oldest, newest, K_SCALES, V_SCALES, TILES, BN, MASKED)
+        if SCALES and LEFT:
             at = of_pages(address(page + offset + own, CENTRED), address(page_2 + offset + own, CENTRED), BN, TILES)
             following = tl.minimum(t + 2, hi - 1)
             kd_later, vd_later = scales_of(at, table, following, oldest, newest, K_SCALES, V_SCALES, TILES, BN, MASKED)
@@ -271,7 +279,7 @@ def span(
         if OFF_K != 0:
             s = s - column(off, LEFT)
         if K_SCALES > 0:
-            s = s * column(kd, not LEFT)
+            s = s * column(kd.to(tl.float32), not LEFT)
         if FACTOR_K != 0:
             s = s * factor_k
         if CENTRED:
@@ -287,13 +295,13 @@ def span(
                 if WINDOWED:
                     visible = visible & (place[None, :] > position[:, None] - window)
             s = tl.where(visible, s, float("-inf"))
-        there = tl.arange(0, BN) < (pages - 2 * t) * (BN // 2) if PAIRS else seen
+        asked = ok[:, None]
         if PAIRS:
+            there = tl.arange(0, BN) < (pages - 2 * t) * (BN // 2)
             s = tl.where(column(there, not LEFT), s, float("-inf"))
+            asked = asked & there[None, :]
         if NOTED:
-            told = tl.trans(s) if LEFT else s
-            asked = ok[:, None] & (there | (not PAIRS))[None, :]
-            tl.store(noted + (t * BN + tl.arange(0, BN))[None, :], told, mask=asked)
+            tl.store(noted + (t * BN + tl.arange(0, BN))[None, :], tl.trans(s) if LEFT else s, mask=asked)
         higher = tl.maximum(top, tl.max(s, 0 if LEFT else 1))
         decay = tl.exp2(top - higher)
         p = tl.exp2(s - column(higher, LEFT))
@@ -301,17 +309,20 @@ def span(
         w = p.to(tl.float16)
         total = add_weights(total, decay, w, ones, LEFT)
         if V_SCALES > 0:
-            w = (p * column(vd, not LEFT)).to(tl.float16)
+            w = (p * column(vd.to(tl.float32), not LEFT)).to(tl.float16)
         if OFF_V != 0:
             weight = add_weights(weight, decay, w, ones, LEFT)
         a0, a1, a2, a3 = add_values(
             w, decay, a0, a1, a2, a3, values, rows, seen, V_ROW, DIM_V, PAD_V, CODEC_V, NV, MASKED, V_OFFSET, LEFT
         )
-        if SCALES:
+        if SCALES and LEFT:
             kd = kd_next.to(tl.float32)
             vd = vd_next.to(tl.float32)
             kd_next = kd_later
             vd_next = vd_later
+        if SCALES and not LEFT:
+            kd = kd_next
+            vd = vd_next
         word = first + own
         first = page + offset
         page = page_next

@@ -1,5 +1,5 @@
-"""Codes of cached rows as float16, in registers, exactly: by setting the mantissa of a number whose last bit is 1
-(integers), or by moving bits (fp8; e4m3 comes 2**8 too small).
+"""Codes of cached rows as float16, in registers, exactly: by setting the mantissa of a number in which the code's
+last bit is worth 1 (integers), or by moving bits (fp8; e4m3 comes 2**8 too small).
 """
 
 # mypy: disable-error-code="no-untyped-def,misc"
@@ -11,8 +11,7 @@ import triton.language as tl
 
 from kvcli.kernels.gpu.language import INTERPRET
 
-LIFTS = (0.0, 64.0, 256.0, 16.0)  # what the parts of 4-bit codes have too much where they are `lifted`
-LIFT1, LIFT2, LIFT3 = (tl.constexpr(x) for x in LIFTS[1:])
+LIFT1, LIFT2, LIFT3 = (tl.constexpr(x) for x in (64.0, 256.0, 16.0))  # see `unpack4_lifted`
 
 
 @triton.jit
@@ -47,9 +46,9 @@ def unpack4(w):
 
 @triton.jit
 def unpack4_lifted(w):
-    """As unpack4, each more by its number of LIFTS: a third fewer instructions, for a code that has its place in the
-    mantissa of such a number costs nothing more. Sums of products with them stay exact to 1 in 30,000 of a step: 1024,
-    which the lowest bits would take, is too much."""
+    """As unpack4, all but the first more by LIFT1, LIFT2 and LIFT3: a third fewer instructions, for a code that has its
+    place in the mantissa of such a number costs nothing more. Sums of products with them stay exact to 1 in 30,000 of a
+    step: 1024, which the lowest bits would take, is too much."""
     if INTERPRET:
         u0, u1, u2, u3 = unpack4(w)
         return u0, (u1 + LIFT1).to(tl.float16), (u2 + LIFT2).to(tl.float16), (u3 + LIFT3).to(tl.float16)

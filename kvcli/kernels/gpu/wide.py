@@ -88,7 +88,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False,
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`pointwise.rms_norm`, in one kernel."""
+    """`pointwise.rms_norm` of x float32, in one kernel: float32, too."""
     n, x = x.shape[-1], x.contiguous()
     out, pad = torch.empty_like(x), _pad(n)
     launch(_rms_norm, (x.numel() // n,))(
