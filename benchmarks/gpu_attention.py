@@ -327,10 +327,11 @@ def tilings(kind: str) -> list[Tiling | None]:
     """What a sweep tries besides the table."""
     given = tiling(CODECS[kind], CODECS[kind], 128, True)
     tried = [given]
-    for rows, warps, stages in itertools.product((32, 64), (1, 2, 4), (2, 3, 4)):
-        if warps == 1 and CODECS[kind].bits >= 8:
+    for rows, warps, stages in itertools.product((32, 64, 128), (1, 2, 4), (2, 3, 4)):
+        codes = CODECS[kind].bits <= 8
+        if (warps == 1 and not codes) or (rows == 128 and not (codes and warps <= 2)):
             continue
-        tried.append(Tiling(rows, warps, stages, 16 if warps == 1 else 32))
+        tried.append(Tiling(rows, warps, stages, 16 if warps == 1 else 32, left=codes and warps <= 2))
     return list(dict.fromkeys(tried))
 
 
