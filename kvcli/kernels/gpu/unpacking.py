@@ -47,8 +47,8 @@ def unpack4(w):
 @triton.jit
 def unpack4_lifted(w):
     """As unpack4, all but the first more by LIFT1, LIFT2 and LIFT3: a third fewer instructions, for a code that has its
-    place in the mantissa of such a number costs nothing more. Sums of products with them stay exact to 1 in 30,000 of a
-    step: 1024, which the lowest bits would take, is too much."""
+    place in the mantissa of such a number costs nothing more. The lowest bits would take 1024, which sums of products
+    would lose more by."""
     if INTERPRET:
         u0, u1, u2, u3 = unpack4(w)
         return u0, (u1 + LIFT1).to(tl.float16), (u2 + LIFT2).to(tl.float16), (u3 + LIFT3).to(tl.float16)

@@ -73,10 +73,10 @@ def _norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, WOVEN: tl.con
 
 
 @triton.jit
-def _rms_norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm(x, weight, out, eps, N: tl.constexpr, PAD: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PAD)
-    tl.store(out + row * N + i, _normed(x, weight, row, eps, N, PAD, PDL), mask=i < N)
+    tl.store(out + row * N + i, _normed(x, weight, row, eps, N, PAD, 0), mask=i < N)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, woven: bool = False, pdl: int = SERIAL) -> HalfRows:
@@ -91,9 +91,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`pointwise.rms_norm` of x float32, in one kernel: float32, too."""
     n, x = x.shape[-1], x.contiguous()
     out, pad = torch.empty_like(x), _pad(n)
-    launch(_rms_norm, (x.numel() // n,))(
-        x, weight, out, eps, n, pad, SERIAL, **launch_options(SERIAL, _warps(pad))
-    )  # fmt: skip
+    launch(_rms_norm, (x.numel() // n,))(x, weight, out, eps, n, pad, **launch_options(SERIAL, _warps(pad)))
     return out
 
 
