@@ -15,6 +15,7 @@ from kvcli.kernels.gpu.launching import launch
 from kvcli.kernels.gpu.pages import DevicePages, padded
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.rows import hadamard
+from kvcli.kernels.gpu.span import NOTHING
 from kvcli.kernels.gpu.tiles import LARGEST_HALF, launch_options
 from kvcli.kernels.gpu.woven import BLOCK, place
 from kvcli.kernels.reference.rotation import block
@@ -22,6 +23,7 @@ from kvcli.kernels.reference.rotation import block
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_PARTS = 128  # they are read in one go
 WIDEST = 256  # of heads with so many; wider ones have fewer
+FEW = 8  # times as many parts as a power of two may have behind it, so that those are not read as twice as many
 EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other
 
 
@@ -30,38 +32,60 @@ def most_parts(dim: int) -> int:
     return MOST_PARTS * WIDEST // max(WIDEST, padded(dim))
 
 
+def _power_and_rest(most: int) -> tuple[int, int]:
+    """Powers of two of parts, which together are `most` or more; the second, which may be 0, is the smaller one."""
+    most = max(4, most)
+    half = triton.next_power_of_2(most) // 2
+    rest = triton.next_power_of_2(most - half)
+    return (half, rest) if rest * FEW <= half else (2 * half, 0)
+
+
+@triton.jit
+def _load(out, tops, totals, cell, s, parts, j, DIM: tl.constexpr):
+    """Parts s of a query: sums of weights, largest scores, results [parts, PAD]; none where nothing was seen."""
+    there = s < parts
+    weights = tl.load(totals + cell + s, mask=there, other=0.0)
+    top = tl.load(tops + cell + s, mask=there, other=NOTHING)
+    part = tl.load(out + (cell + s)[:, None] * DIM + j[None, :], mask=there[:, None] & (j < DIM)[None, :], other=0.0)
+    seen = weights > 0  # else `part` may be anything
+    return weights, tl.where(seen, top, NOTHING), tl.where(seen[:, None], part, 0.0)
+
+
 @triton.jit(do_not_specialize=["parts"])
 def _combine(
     out, tops, totals, sinks, starts, result, codes, scales, sums, parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, TURN: tl.constexpr, MOST: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr, WOVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    REST: tl.constexpr, KEEP: tl.constexpr, QUANTIZE: tl.constexpr, SINKS: tl.constexpr, APART: tl.constexpr,
+    WOVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a head and row. TURN: the block of the Hadamard rotation; 0 = none. APART: see `PageLists`. WOVEN:
     `result` is float16, and of whole blocks."""
     head = tl.program_id(0)
     t = tl.program_id(1).to(tl.int64)
     cell, parts = cells_of(t, head, parts, starts, HEADS, APART)
-    s = tl.arange(0, MOST)
     j = tl.arange(0, PAD)
     wait_for_previous(PDL)
-    weights = tl.load(totals + cell + s, mask=s < parts, other=0.0)
-    top = tl.load(tops + cell + s, mask=s < parts, other=-1.0e30)
-    part = tl.load(
-        out + (cell + s)[:, None] * DIM + j[None, :], mask=(s < parts)[:, None] & (j < DIM)[None, :], other=0.0
-    )
-    seen = weights > 0  # else `part` may be anything
-    highest = tl.max(tl.where(seen, top, -1.0e30), 0)
+    weights, top, part = _load(out, tops, totals, cell, tl.arange(0, MOST), parts, j, DIM)
+    if REST > 0:
+        more_weights, more_top, more = _load(out, tops, totals, cell, MOST + tl.arange(0, REST), parts, j, DIM)
+    highest = tl.max(top, 0)
+    if REST > 0:
+        highest = tl.maximum(highest, tl.max(more_top, 0))
     beside = 0.0
     if SINKS:
         sink = tl.load(sinks + head) * LOG2_E
         highest = tl.maximum(highest, sink)
         beside = tl.exp2(sink - highest)
-    e = tl.where(seen, tl.exp2(top - highest), 0.0)
+    e = tl.exp2(top - highest)
     total = tl.sum(weights * e, 0) + beside
+    x = tl.sum(part * e[:, None], 0)
+    if REST > 0:
+        e = tl.exp2(more_top - highest)
+        total += tl.sum(more_weights * e, 0)
+        x += tl.sum(more * e[:, None], 0)
     if APART:  # a row that is none sees nothing
         total = tl.where(total > 0, total, 1.0)
-    x = tl.sum(tl.where(seen[:, None], part, 0.0) * e[:, None], 0) / total
+    x /= total
     if TURN > 0:
         x = hadamard(x, PAD, TURN)
     if WOVEN:
@@ -131,12 +155,12 @@ def combine(
             kind = torch.float16 if woven else torch.float32
             out = torch.empty(rows, heads * dim, dtype=kind, device=some.device)
         outputs[0] = out
-    most = max(4, triton.next_power_of_2(most))
+    most, rest = _power_and_rest(most)
     warps = max(1, most * padded(dim) // EACH_WARP)
     launch(_combine, (heads, rows))(
         partials.out, partials.tops, partials.totals, some if sinks is None else sinks,
-        some if lists.starts is None else lists.starts, *outputs, parts, heads, dim, padded(dim), turn, most, keep,
-        fused, sinks is not None, lists.apart, woven, pdl, **launch_options(pdl, warps),
+        some if lists.starts is None else lists.starts, *outputs, parts, heads, dim, padded(dim), turn, most, rest,
+        keep, fused, sinks is not None, lists.apart, woven, pdl, **launch_options(pdl, warps),
     )  # fmt: skip
     if into is None:
         return out
