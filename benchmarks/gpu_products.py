@@ -20,7 +20,7 @@ import torch
 from kvcli.blockformats import D_M, E4M3, EXPONENT, FORMATS, FORMS, GROUP, PAIR, PLAIN, QUARTERS, D
 from kvcli.kernels import QuantTensor
 from kvcli.kernels.gpu import expand
-from kvcli.kernels.gpu.formats import DeviceMatrix, empty_matrix, repack
+from kvcli.kernels.gpu.formats import DeviceMatrix, dealt, empty_matrix, repack
 from kvcli.kernels.gpu.language import AFTER, SERIAL
 from kvcli.kernels.gpu.matvec import GATED, RESIDUAL, STORE
 from kvcli.kernels.gpu.products import Activations, Norm, Tiles, advance, matvec, parts_of, planes_of, tiles
@@ -45,7 +45,8 @@ def random_matrix(type_: str, rows: int, cols: int, role: int) -> DeviceMatrix:
         return m
     parts = 2 if role == GATED else 1
     raw = torch.randint(0, 256, (rows, cols // block.elements * block.bytes), dtype=torch.uint8, device=DEVICE)
-    m = repack(tuple(QuantTensor(type_, part, cols) for part in raw.chunk(parts)), DEVICE, role == GATED)
+    tensors = tuple(QuantTensor(type_, part, cols) for part in raw.chunk(parts))
+    m = repack(tensors, DEVICE, role == GATED, dealt(tensors, role == GATED))
     d = torch.rand((m.supers if m.supers.numel() else m.scales).shape, device=DEVICE) * cols**-0.5 / 64
     pairs = torch.stack((d, d * 8), -1).half().view(torch.int32).squeeze(-1)
     if form.kind == D:

@@ -50,7 +50,7 @@ def unharmed(*arrays: torch.Tensor) -> bool:
 
 
 def on_device(*parts: QuantTensor, paired: bool = False) -> DeviceMatrix:
-    m = formats.repack(parts, torch.device(DEVICE), paired)
+    m = formats.repack(parts, torch.device(DEVICE), paired, formats.dealt(parts, paired))
     codes, high, scales, supers = (guarded(x) for x in m.arrays)
     return replace(m, codes=codes, high=high, scales=scales, supers=supers)
 

@@ -27,7 +27,7 @@ from kvcli.kernels.gpu.bound import attend_bound, frequencies
 from kvcli.kernels.gpu.chip import Chip
 from kvcli.kernels.gpu.choosing import summarize
 from kvcli.kernels.gpu.combine import combine, most_parts
-from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, repack
+from kvcli.kernels.gpu.formats import GROUP, PLAIN, DeviceMatrix, dealt, repack
 from kvcli.kernels.gpu.language import AFTER, BESIDE, INTERPRETED, SERIAL, TRAILING
 from kvcli.kernels.gpu.mamba import mamba
 from kvcli.kernels.gpu.mass import add_mass
@@ -101,7 +101,7 @@ class GpuBackend:
             raise ModelError(f"gates and what they gate are stored as {kinds}", "use `device=cpu`")
         runs = [tuple(run) for _, run in groupby(weights, key=lambda w: w.type)]
         paired = paired and weights[0].rows % GROUP == 0
-        matrices = tuple(repack(run, self.device, paired) for run in runs)
+        matrices = tuple(repack(run, self.device, paired, dealt(run, paired)) for run in runs)
         self._most = max(self._most, *map(expand.room_for, matrices))
         self._packed |= any(m.format.kind != PLAIN for m in matrices)
         return matrices

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kvcli import blockformats
+from kvcli.kernels.gpu.formats import TURN
 from kvcli.kernels.gpu.language import INTERPRET, half_of
 
 OF_16, EIGHTS_HIGH, FOURS_HIGH, TERNARY = (
@@ -22,6 +23,28 @@ D, EXPONENT, D_M, PAIR, QUARTERS, HALVES, NIBBLES, E4M3, BYTE = (
     for name in ("D", "EXPONENT", "D_M", "PAIR", "QUARTERS", "HALVES", "NIBBLES", "E4M3", "BYTE")
 )
 SPREAD = tl.constexpr(0x00204081)  # times four bits: bit i is the lowest of byte i
+_TURN = tl.constexpr(TURN)
+
+
+@triton.jit
+def stored(n, rows, DEALT: tl.constexpr):
+    """Where rows n of a matrix stand. Programs have DEALT rows each, and read TURN of them at a time, all programs at
+    the same time: so the first TURN rows of all programs come first, then the next TURN. Memory is faster where what
+    is read at a time stands side by side. DEALT 0: rows stand in order."""
+    if DEALT == 0:
+        return n
+    else:
+        return (n % DEALT // _TURN * (rows // DEALT) + n // DEALT) * _TURN + n % _TURN
+
+
+@triton.jit
+def standing(at, rows, DEALT: tl.constexpr):
+    """Which rows stand at `at`: see `stored`."""
+    if DEALT == 0:
+        return at
+    else:
+        turn = at // _TURN
+        return turn % (rows // DEALT) * DEALT + turn // (rows // DEALT) * _TURN + at % _TURN
 
 
 @triton.jit

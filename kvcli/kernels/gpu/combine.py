@@ -23,6 +23,7 @@ from kvcli.kernels.reference.rotation import block
 LOG2_E = tl.constexpr(1.4426950408889634)
 MOST_PARTS = 128  # they are read in one go
 WIDEST = 256  # of heads with so many; wider ones have fewer
+FEWEST = tl.constexpr(4)  # parts that are read
 FEW = 8  # times as many parts as a power of two may have behind it, so that those are not read as twice as many
 EACH_WARP = 4096  # numbers of those: more would not stay in registers, and more warps have to wait for each other
 
@@ -34,9 +35,9 @@ def most_parts(dim: int) -> int:
 
 def _power_and_rest(most: int) -> tuple[int, int]:
     """Powers of two of parts, which together are `most` or more; the second, which may be 0, is the smaller one."""
-    most = max(4, most)
+    most = max(FEWEST.value, most)
     half = triton.next_power_of_2(most) // 2
-    rest = triton.next_power_of_2(most - half)
+    rest = max(FEWEST.value, triton.next_power_of_2(most - half))
     return (half, rest) if rest * FEW <= half else (2 * half, 0)
 
 
@@ -78,11 +79,12 @@ def _combine(
         beside = tl.exp2(sink - highest)
     e = tl.exp2(top - highest)
     total = tl.sum(weights * e, 0) + beside
-    x = tl.sum(part * e[:, None], 0)
+    x = tl.sum(tl.reshape(part * e[:, None], (MOST // FEWEST, FEWEST, PAD)), 0)
     if REST > 0:
         e = tl.exp2(more_top - highest)
         total += tl.sum(more_weights * e, 0)
-        x += tl.sum(more * e[:, None], 0)
+        x += tl.sum(tl.reshape(more * e[:, None], (REST // FEWEST, FEWEST, PAD)), 0)
+    x = tl.sum(x, 0)
     if APART:  # a row that is none sees nothing
         total = tl.where(total > 0, total, 1.0)
     x /= total

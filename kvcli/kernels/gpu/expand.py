@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvcli.kernels.gpu.codes import stored
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.halves import decode_groups
 from kvcli.kernels.gpu.launching import launch
@@ -19,10 +20,11 @@ SLICE_BYTES = 256 << 20  # of float16 weights expanded at a time: matrices of mo
 SLICE_ROWS = 256  # slices are of so many rows or a multiple, as the vendor's library has its tiles
 
 
-@triton.jit(do_not_specialize=["first", "total"])
-def expand_groups(CODES, HIGH, SCALES, SUPERS, TABLE, IDS, OUT, first, total, scale, G: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "total", "rows"])
+def expand_groups(CODES, HIGH, SCALES, SUPERS, TABLE, IDS, OUT, first, total, rows, scale, G: tl.constexpr,
                   CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
-                  SPAN: tl.constexpr, UNIT: tl.constexpr, GATHER: tl.constexpr, P: tl.constexpr):  # fmt: skip
+                  SPAN: tl.constexpr, UNIT: tl.constexpr, GATHER: tl.constexpr, DEALT: tl.constexpr,
+                  P: tl.constexpr):  # fmt: skip
     """Rows from `first` on, or rows IDS, as floats [rows, 32 G]."""
     p = tl.program_id(0).to(tl.int64) * P + tl.arange(0, P)
     seen = p < total
@@ -33,6 +35,7 @@ def expand_groups(CODES, HIGH, SCALES, SUPERS, TABLE, IDS, OUT, first, total, sc
         )  # negative: an error that the host has yet to see
     else:
         source = row + first
+    source = stored(source, rows, DEALT)
     low, high = decode_groups(CODES, HIGH, SCALES, SUPERS, TABLE, source, g, seen, tl.float32, G, CODING, WORDS, KIND,
                               OFFSET, SPAN, UNIT, P)  # fmt: skip
     out = OUT + p[:, None] * 32 + tl.arange(0, 16)[None, :]
@@ -59,8 +62,8 @@ def rows(matrix: DeviceMatrix, out: torch.Tensor, first: int = 0, ids: torch.Ten
         )
         return out.copy_(picked) if scale == 1.0 else out.copy_(picked.float() * scale)
     launch(expand_groups, (triton.cdiv(count, GROUPS),))(
-        *arrays(matrix), ids if ids is not None else matrix.scales, out, first, count, scale, G=matrix.groups,
-        **constants(f), GATHER=ids is not None, P=GROUPS, num_warps=4,
+        *arrays(matrix), ids if ids is not None else matrix.scales, out, first, count, matrix.rows, scale,
+        G=matrix.groups, **constants(f), GATHER=ids is not None, DEALT=matrix.dealt, P=GROUPS, num_warps=4,
     )  # fmt: skip
     return out
 

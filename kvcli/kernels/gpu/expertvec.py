@@ -69,7 +69,7 @@ def experts_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS,
         XCODES + mine * (G * 8), XSCALES + mine * G, XSUMS + mine * (G * 2), g, plane, G, PLANES
     )
     y = walk_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, first, last, w0, w1, w2, high, s, d, g, xa, xb, ya, yb, xd,
-                    s0, s1, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, PLANES, BN, BG, RC)  # fmt: skip
+                    s0, s1, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, PLANES, BN, BG, RC, N, 0)  # fmt: skip
     finish_expert(y, pid * BN + tl.arange(0, BN), pid, slot, N, G * 32, eps, expert, BIAS, X_SQUARES, OUT, CODES,
                   SCALES, SUMS, VALUES, ROLE, USED, PARTS, BIASED, ACT, KEEP, BN)  # fmt: skip
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.chip import Chip
+from kvcli.kernels.gpu.codes import standing
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.language import BESIDE, LEADING, SERIAL, wait_at_end, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
@@ -54,9 +55,9 @@ def _few(
     X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, OUT, rows, count, pitch, each,
     G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
     SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, X_SCALED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, X_SCALED: tl.constexpr, DEALT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N rows of the matrix, `each` turns of BLOCKS blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT
+    """N rows of the matrix as they are stored, `each` turns of BLOCKS blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT
     [parts, count, pitch]. X_SCALES, X_SCALED: see `woven_dot`."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.arange(0, T)
@@ -66,7 +67,7 @@ def _few(
     wait_for_previous(PDL)
     acc = woven_dot(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last,
                     G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, BLOCKS, STAGES, X_SCALED)  # fmt: skip
-    out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
+    out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + standing(n, rows, DEALT)[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
     wait_at_end(PDL)
 
@@ -109,5 +110,5 @@ def product(
         x, out if scales is None else scales, *matrix.arrays, matrix.table, out, matrix.rows, t, out.stride(1), each,
         G=matrix.groups,
         **constants(matrix.format), N=of.rows, T=max(FEWEST, triton.next_power_of_2(t)), BLOCKS=of.blocks,
-        STAGES=of.stages, X_SCALED=scales is not None, PDL=pdl, **launch_options(pdl, WARPS.value),
+        STAGES=of.stages, X_SCALED=scales is not None, DEALT=matrix.dealt, PDL=pdl, **launch_options(pdl, WARPS.value),
     )  # fmt: skip

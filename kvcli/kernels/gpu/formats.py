@@ -70,6 +70,7 @@ from kvcli.kernels.gpu.entries import ENTRIES, Arrays, flat, half
 from kvcli.kernels.reference import fields, ggml, lookup
 from kvcli.kernels.reference.matmul import QuantTensor
 
+TURN = 4  # rows that a program of a product with one vector reads at a time
 REPACK_BYTES = 16 << 20  # packed bytes on the device at a time; on the way they take about ten times that
 SCALES = {
     D: torch.float16, D_M: torch.int32, PAIR: torch.int16, HALVES: torch.int16, QUARTERS: torch.int16,
@@ -115,7 +116,11 @@ class Change:
 
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """A matrix [rows, cols] on a GPU. `paired`: rows alternate in runs of 32, gates then what they gate."""
+    """A matrix [rows, cols] on a GPU. `paired`: rows alternate in runs of 32, gates then what they gate.
+
+    `dealt`: rows of a program of its products with one vector, if they are dealt out (see `codes.stored`); 0 = rows
+    stand in order.
+    """
 
     format: Form
     rows: int
@@ -125,6 +130,7 @@ class DeviceMatrix:
     scales: Tensor
     supers: Tensor
     paired: bool = False
+    dealt: int = 0
     change: Change | None = None
 
     @property
@@ -150,15 +156,26 @@ class DeviceMatrix:
         return self.cols // GROUP
 
 
-def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = False) -> DeviceMatrix:
-    """Stack matrices of one type on the device, or pair the rows of two of the same shape.
+def dealt(parts: tuple[QuantTensor, ...], paired: bool) -> int:
+    """Rows among which those of such matrices are dealt out: of a program that has gates, or a part of the residual
+    stream (matrices with more columns than rows make that); 0 = they are not."""
+    rows = sum(p.rows for p in parts)
+    if FORMS[parts[0].type].kind == PLAIN or any(p.rows % GROUP for p in parts):
+        return 0
+    return 2 * GROUP if paired else GROUP if parts[0].cols > rows else 0
+
+
+def repack(
+    parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = False, dealt: int = 0
+) -> DeviceMatrix:
+    """Stack matrices of one type on the device, or pair the rows of two of the same shape, and deal rows out.
 
     Done in slices, so that the packed form never stands whole beside the other one.
     """
     first = parts[0]
     form = FORMS[first.type]
     rows = sum(p.rows for p in parts)
-    matrix = empty_matrix(form, rows, first.cols, device, paired)
+    matrix = replace(empty_matrix(form, rows, first.cols, device, paired), dealt=dealt)
     step = max(GROUP, REPACK_BYTES // first.blocks.shape[1] // GROUP * GROUP)
     done = 0
     for number, part in enumerate(parts):
@@ -166,7 +183,7 @@ def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = 
             arrays = _convert(first.type, part.blocks[start : start + step].to(device))
             for whole, piece in zip(matrix.arrays, arrays, strict=True):
                 if piece is not None:
-                    _target(whole, paired, number, start, done, piece.shape[0]).copy_(_cut(piece, paired))
+                    _target(whole, matrix, number, start, done, piece.shape[0]).copy_(_cut(piece, matrix))
         done += part.rows
     return replace(matrix, change=_change(parts, device, paired))
 
@@ -190,14 +207,24 @@ def _change(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool) 
     return Change(whole, b.to(device), torch.zeros(rank, device=device))
 
 
-def _target(whole: Tensor, paired: bool, number: int, start: int, done: int, count: int) -> Tensor:
-    if not paired:
-        return whole[done + start : done + start + count]
-    return whole.view(-1, 2, GROUP, whole.shape[1])[start // GROUP : (start + count) // GROUP, number]
+def _target(whole: Tensor, matrix: DeviceMatrix, number: int, start: int, done: int, count: int) -> Tensor:
+    """Where rows [start, start + count) of a part go, the part of that number, with `done` rows before it."""
+    if not matrix.paired:
+        number, start = 0, done + start
+    if matrix.dealt:
+        programs = matrix.rows // matrix.dealt
+        runs = whole.view(-1, GROUP // TURN, programs, TURN, whole.shape[1]).permute(2, 0, 1, 3, 4)
+    elif matrix.paired:
+        runs = whole.view(-1, 2, GROUP, whole.shape[1])
+    else:
+        return whole[start : start + count]
+    return runs[start // GROUP : (start + count) // GROUP, number]
 
 
-def _cut(piece: Tensor, paired: bool) -> Tensor:
-    return piece.unflatten(0, (-1, GROUP)) if paired else piece
+def _cut(piece: Tensor, matrix: DeviceMatrix) -> Tensor:
+    if matrix.dealt:
+        return piece.unflatten(0, (-1, GROUP // TURN, TURN))
+    return piece.unflatten(0, (-1, GROUP)) if matrix.paired else piece
 
 
 def empty_matrix(form: Form, rows: int, cols: int, device: torch.device, paired: bool) -> DeviceMatrix:

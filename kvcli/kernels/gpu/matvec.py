@@ -26,6 +26,7 @@ from kvcli.kernels.gpu.codes import (
     factors,
     load_once,
     load_planar,
+    stored,
     unpack,
     values_of,
 )
@@ -236,15 +237,15 @@ def load_vector(XCODES, XSCALES, XSUMS, g, plane, G: tl.constexpr, PLANES: tl.co
 def walk_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, first, last, w0, w1, w2, high, s, d, g, xa, xb, ya, yb, xd,
                 s0, s1, G: tl.constexpr, CODING: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr,
                 OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, BN: tl.constexpr,
-                BG: tl.constexpr, RC: tl.constexpr):  # fmt: skip
+                BG: tl.constexpr, RC: tl.constexpr, N, DEALT: tl.constexpr):  # fmt: skip
     """Rows [first, first + BN) times the vector -> float32 [BN], with the first RC of them loaded; `last` stands in for
-    rows behind it."""
+    rows behind it. N, DEALT: see `stored`."""
     row = tl.arange(0, RC)
     NCH: tl.constexpr = BN // RC
     chunk = tl.arange(0, NCH)
     out = tl.zeros((NCH, RC), tl.float32)
     for c in range(NCH - 1):
-        n = tl.minimum(first + (c + 1) * RC + row, last)
+        n = stored(tl.minimum(first + (c + 1) * RC + row, last), N, DEALT)
         v0, v1, v2, next_high, next_s, next_d = load_rows(
             W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN
         )
@@ -263,19 +264,19 @@ def matvec_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, XCODES, XSCALES, XSUMS, 
                   WORDS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
                   PLANES: tl.constexpr, ROLE: tl.constexpr, PARTS: tl.constexpr, SUMSQ: tl.constexpr,
                   ACT: tl.constexpr, KEEP: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-                  RC: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  RC: tl.constexpr, DEALT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: rows [pid * BN, + BN) of the matrix. PARTS > 0: the vector is normed by its sums of squares."""
     pid = tl.program_id(0)
     g = tl.arange(0, BG)
     first = pid * BN
-    n = tl.minimum(first + tl.arange(0, RC), N - 1)
+    n = stored(tl.minimum(first + tl.arange(0, RC), N - 1), N, DEALT)
     w0, w1, w2, high, s, d = load_rows(W, W_HIGH, W_SCALES, W_SUPERS, n, g, G, CODING, WORDS, KIND, SPAN)
     wait_for_previous(PDL)
     xa, xb, ya, yb, xd, s0, s1 = load_vector(XCODES, XSCALES, XSUMS, g, G * 8, G, PLANES)
     mine = first + tl.arange(0, BN)
     squares, h, following = before(H, NEXT, X_SQUARES, mine, ROLE, PARTS)
     y = walk_packed(W, W_HIGH, W_SCALES, W_SUPERS, TABLE, first, N - 1, w0, w1, w2, high, s, d, g, xa, xb, ya, yb, xd,
-                    s0, s1, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, PLANES, BN, BG, RC)  # fmt: skip
+                    s0, s1, G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, PLANES, BN, BG, RC, N, DEALT)  # fmt: skip
     finish(y, mine, pid, N, G * 32, eps, squares, h, following, OUT, H, CODES, SCALES, SUMS, VALUES, SQUARES, INNER, B,
            ROLE, PARTS, BN, SUMSQ, ACT, KEEP, RANK)  # fmt: skip
     wait_at_end(PDL)

@@ -148,7 +148,8 @@ def matvec(
     else:
         launch(matvec_packed, grid)(
             *matrix.arrays, matrix.table, x.codes.view(torch.int32), x.scales, x.sums, *tensors,
-            G=matrix.groups, **constants(f), PLANES=planes or planes_of(matrix), BG=t.bg, **common,
+            G=matrix.groups, **constants(f), PLANES=planes or planes_of(matrix), BG=t.bg, DEALT=matrix.dealt,
+            **common,
         )  # fmt: skip
 
 
