@@ -12,7 +12,10 @@ from conftest import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",)])
+@pytest.mark.parametrize(
+    "arguments",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), pytest.param(("mypy",), marks=pytest.mark.long)],
+)
 def test_clean(arguments: tuple[str, ...]) -> None:
     result = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, "\n" + result.stdout + result.stderr

@@ -18,6 +18,7 @@ CARDS = {80, 86, 89, 90, 100, 120}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_kernel_fits_a_card_of_each_kind(tmp_path: Path) -> None:
     """In another process: kernels that are interpreted cannot be compiled."""
     pytest.importorskip("triton")
