@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import json
 import os
@@ -68,12 +69,40 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)  # else one process waits for the other's
     if config.getoption("--thorough"):
         return
     left = [item for item in items if item.get_closest_marker("thorough")]
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+_freeze, _unfreeze, _frozen = gc.freeze, gc.unfreeze, list[bool]()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: to seek garbage among them takes a second each time. So they are frozen, also
+    where code that freezes nothing itself thaws."""
+
+    def freeze() -> None:
+        _frozen.append(True)
+        _freeze()
+
+    gc.collect()
+    _freeze()
+    gc.freeze, gc.unfreeze = freeze, lambda: _unfreeze() if _frozen else None
+
+
+def pytest_runtest_logfinish() -> None:
+    if _frozen:
+        _frozen.clear()
+        _freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze, gc.unfreeze = _freeze, _unfreeze
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
