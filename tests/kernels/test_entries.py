@@ -128,7 +128,7 @@ def expected(
 
 @pytest.mark.parametrize("name", ("reference", ""))
 @pytest.mark.parametrize("types", (("f32", "f16"), ("int4", "int8"), ("fp8", "int5")), ids="/".join)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 999), last=st.sampled_from((40, 300)), n=st.integers(1, 40), window=st.sampled_from((0, 0, 25))
 )
