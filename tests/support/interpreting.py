@@ -6,6 +6,7 @@ Call `hasten` before kernels run.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import FunctionType, ModuleType
 from typing import Any
@@ -139,7 +140,11 @@ def operator(other_way: Any, op: Any, kinds: Any, compares: bool) -> Any:
 def _constant(value: Any, kind: str) -> np.ndarray | None:
     """A number in a type that takes it as it is, or for the address of what has this type."""
     if kind in _FLOATS:
-        return np.array([value], _FLOATS[kind]) if type(value) in (int, float) else None
+        if type(value) not in (int, float) or (
+            value == 0 and math.copysign(1, value) < 0
+        ):  # some versions take -0.0 for 0
+            return None
+        return np.array([value], _FLOATS[kind])
     if type(value) is not int:
         return None
     name = "int32" if kind.startswith("pointer<") else kind
