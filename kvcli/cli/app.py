@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,25 @@ OTHER_NAMES = {"info": "inspect", "ppl": "perplexity"}  # of commands
 _LENIENT = ("config", "completion", "doctor")
 
 
-class Command(TyperCommand):
+class _Lasting:
+    """Of a command or a group: what comes of its options alone, and not of what is typed, is made once."""
+
+    _parser: Any = None
+    _help: Any = None
+
+    def get_help_option(self, ctx: Any) -> Any:
+        self._help = self._help or super().get_help_option(ctx)  # type: ignore[misc]
+        return self._help
+
+    def make_parser(self, ctx: Any) -> Any:
+        if self._parser is None:
+            self._parser = super().make_parser(ctx)  # type: ignore[misc]
+        parser = copy.copy(self._parser)
+        parser.ctx = ctx
+        return parser
+
+
+class Command(_Lasting, TyperCommand):
     """A command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,7 +51,7 @@ class Command(TyperCommand):
         return _page(ctx)
 
 
-class Group(TyperGroup):
+class Group(_Lasting, TyperGroup):
     """A command with commands below it."""
 
     alone = False  # it does something without them, too, and takes options like one of them

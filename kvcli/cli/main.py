@@ -21,6 +21,7 @@ from kvcli.errors import (
 
 TYPE_CHECKING = False  # typing itself takes milliseconds in which Ctrl-C would show a traceback
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from typing import Any, NoReturn
 
     from kvcli.cli.interrupt import Interrupts
@@ -192,6 +193,18 @@ def command_of(name: str) -> Any:
     return command
 
 
+def prepare(names: Sequence[str]) -> None:
+    """Make these commands, and read a line for each that says nothing more, so that those who are forked from here have
+    what comes of that."""
+    from kvcli.cli.invocation import Invocation
+
+    for name in names:
+        prepared[name] = command = command_of(name)
+        with command.make_context("kv", [name], obj=Invocation()) as context:
+            command.commands[name].make_context(name, [], context)
+        _shared_in(command)
+
+
 def _complete(invocation: Invocation) -> int:
     from kvcli.cli import completion
 
@@ -204,10 +217,15 @@ def _tree() -> Any:
 
 
 def _shared_names() -> set[str]:
+    return _shared_in(_tree())
+
+
+def _shared_in(tree: Any) -> set[str]:
+    """Names of the options of these commands that variables and the top of the config file set."""
     from kvcli.cli.app import shared_options
     from kvcli.cli.settings import names
 
-    return {name for option in shared_options(_tree()).values() for name, _ in names(option)}
+    return {name for option in shared_options(tree).values() for name, _ in names(option)}
 
 
 def _prepare_process() -> None:

@@ -99,9 +99,14 @@ def variable(name: str) -> str:
     return f"KV_{name.replace('-', '_').upper()}"
 
 
+@cache
+def _is_settable(option: Any) -> bool:
+    return option.param_type_name == "option" and set(_PER_CALL).isdisjoint(option.opts)
+
+
 def settable(options: Iterable[Any]) -> list[Any]:
     """Those that the table of their command may set."""
-    return [each for each in options if each.param_type_name == "option" and not set(each.opts) & set(_PER_CALL)]
+    return [each for each in options if _is_settable(each)]
 
 
 def shared(path: Sequence[str], options: Iterable[Any]) -> list[Any]:
