@@ -286,6 +286,8 @@ class ModelConfig:
 
     def at(self, ctx: int) -> ModelConfig:
         """The model in a context of `ctx` tokens; see `RopeConfig.at`."""
+        if all(x.rope is None or x.rope.at(ctx) is x.rope for x in (*self.layers, *self.ahead)):
+            return self
         layers, ahead = (
             tuple(replace(x, rope=x.rope.at(ctx)) if x.rope else x for x in some) for some in (self.layers, self.ahead)
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chatcases import asked
@@ -11,6 +14,7 @@ from fakes import BOS, END, START, FakeTemplate
 from runcases import fixture_kv, question  # noqa: F401
 
 from kvcli.cli import inputs, render
+from kvcli.cli.flags.prompt import Question
 
 
 def test_prompt_is_files_then_stdin_then_instruction(kv, tmp_path):
@@ -206,3 +210,21 @@ def test_a_mark_stands_in_the_prompt(kv):
     outcome = kv("run", "hello", "--cache-mark", "xyz")
     assert outcome.code == 2 and "--cache-mark: the prompt does not contain 'xyz'" in outcome.err
     assert kv("run", "hello", "--cache-mark", "ell").code == 0
+
+
+def test_a_prompt_is_rendered_once() -> None:
+    """And once more without its text, to know where that stands."""
+    rendered: list[str] = []
+
+    def render(messages: list[dict[str, str]]) -> list[tuple[str, bool]]:
+        rendered.append(messages[0]["content"])
+        return [("<user>", True), (messages[0]["content"], False)]
+
+    template = SimpleNamespace(render_segments=render, thinking=lambda *_: None)
+    tokenizer = SimpleNamespace(encode_segments=lambda segments, add_bos: [len(text) for text, _ in segments])
+    model: Any = SimpleNamespace(template=template, tokenizer=tokenizer)
+    question = Question(None, "hi", False, False)
+    ids = question.ids(model)
+    assert question.thinking(model) is None and question.text(model, ids) == (1, 2)
+    assert rendered == ["hi", ""]
+    assert replace(question, prompt="hello").ids(model) == [6, 5]

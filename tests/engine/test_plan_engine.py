@@ -18,6 +18,7 @@ from kvcli.options import CacheOptions, EvictOptions, LoadOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.cache.eviction.window import Rolling
 from kvcli.runtime.engine import loaded as loaded_module
+from kvcli.runtime.engine import opened as opened_module
 from kvcli.runtime.engine.engine import Engine
 from kvcli.runtime.engine.events import End
 from kvcli.runtime.engine.loaded import LoadedModel
@@ -173,6 +174,16 @@ def test_a_graph_is_made_of_the_layout_that_is_settled(small: Path, monkeypatch:
     loaded = LoadedModel(Opened(small, load), load, options)
     engine = Engine(loaded, loaded.terms.keeping(70))
     assert made[1:] == [Rolling(70, 320, 64)] and engine.notices == [engine.retention.notice()]
+
+
+def test_of_a_model_that_is_kept_nothing_is_counted_again(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = LoadOptions("small", 1)
+    kept = LoadedModel(Opened(small, load), load, CacheOptions())
+    monkeypatch.setattr(opened_module, "weights_of_tensors", None)
+    monkeypatch.setattr(opened_module, "title_of", None)
+    again = LoadedModel(Opened(small, load, kept.opened), load, CacheOptions(), kept=kept)
+    assert again.terms.setting == kept.terms.setting and again.title == kept.title
+    assert again.weights is kept.weights and again.config is kept.opened.config
 
 
 def test_steps_of_sealed_caches_are_short(small: Path) -> None:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvcli.runtime.text.modeltext import ModelText
     from kvcli.runtime.text.reasoning import Thinking
 
+    _Rendered = tuple[list[tuple[str, bool]], Thinking | None]
+
 _option = partial(typer.Option, rich_help_panel=PROMPT)
 
 
@@ -101,6 +103,7 @@ class Question:
     special: bool
     begins: str = ""
     ends: tuple[tuple[str, int], ...] = ()  # where in the prompt the text of each file ends
+    _renderings: dict[str, _Rendered] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.raw and self.system is not None:
@@ -165,9 +168,15 @@ class Question:
         segments, thinking = self._rendered(model, text)
         return [*segments, *(thinking.given if thinking and self.begins else [])]
 
-    def _rendered(self, model: ModelText, text: str) -> tuple[list[tuple[str, bool]], Thinking | None]:
+    def _rendered(self, model: ModelText, text: str) -> _Rendered:
         if self.raw or model.template is None:
             return [(text, self.special)], None
+        if text not in self._renderings:
+            self._renderings[text] = self._render(model, text)
+        return self._renderings[text]
+
+    def _render(self, model: ModelText, text: str) -> _Rendered:
+        assert model.template is not None
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         segments = model.template.render_segments([*messages, {"role": "user", "content": text}])
         return segments, model.template.thinking(segments, model.tokenizer, self.begins)

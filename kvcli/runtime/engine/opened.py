@@ -22,6 +22,7 @@ from kvcli.runtime.host.device import AUTO, check_there, parse_device, promising
 from kvcli.runtime.host.memory import CUDA, gpus
 from kvcli.runtime.host.upload import Upload
 from kvcli.runtime.model.archs import from_gguf
+from kvcli.runtime.plan.footprint import WeightBytes, weights_of_tensors
 from kvcli.runtime.text.modeltext import ModelText
 from kvcli.runtime.text.tokenizer import import_library
 
@@ -39,6 +40,7 @@ class Opened:
     file: ModelFile
     config: ModelConfig
     text: ModelText
+    title: str
 
     @classmethod
     def draft(cls, path: Path, load: LoadOptions) -> Opened | EagleHead:
@@ -59,6 +61,7 @@ class Opened:
         self.cards = gpus()
         self.file = file = kept.file if kept else open_model(path, load.quantize)
         self.config = kept.config if kept else from_gguf(file.metadata, {n: t.shape for n, t in file.tensors.items()})
+        self._bytes: dict[tuple[str, bool], WeightBytes] = kept._bytes if kept else {}
         kind, index = parse_device(load.device)
         if kind == CUDA and load.backend == AUTO:
             check_there(load.device, index, len(machine.graphics()))
@@ -74,7 +77,8 @@ class Opened:
         import_library(file.metadata)
         _check_folder()
         preload.load_torch()
-        self.path, self.title = path, title_of(path, file.size, file.metadata)
+        self.path = path
+        self.title = kept.title if kept and kept.path == path else title_of(path, file.size, file.metadata)
         self.notices: list[str] = list(file.notices)
         self.tell = self.notices.append
         tokenizer = kept.text.tokenizer if kept else None
@@ -83,6 +87,13 @@ class Opened:
         if self.text.tokenizer.vocab_size > self.config.vocab_size:
             rows = f"the embedding {self.config.vocab_size} rows"
             raise ModelError(f"the vocabulary has {self.text.tokenizer.vocab_size} tokens, {rows}")
+
+    def weight_bytes(self, kind: str, interleaved: bool) -> WeightBytes:
+        """The model's weights on a device of that kind, without adapters. See `weights_of_tensors`."""
+        if (kind, interleaved) not in self._bytes:
+            found = weights_of_tensors(self.file.tensors, self.config, kind, interleaved=interleaved)
+            self._bytes[kind, interleaved] = found
+        return self._bytes[kind, interleaved]
 
     @contextmanager
     def sending(self) -> Iterator[None]:

@@ -61,7 +61,8 @@ class ModelText:
         assert self.tokenizer.longest >= 0
         if self.template:
             with suppress(TemplateError):  # whoever uses it is told
-                self.template.compile()
+                segments = self.template.render_segments([{"role": "user", "content": "a"}])
+                self.template.thinking(segments, self.tokenizer)
 
 
 def _special(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, str]:
