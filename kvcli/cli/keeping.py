@@ -39,10 +39,10 @@ def find_process(load: LoadOptions, seconds: float | None, alone: bool, invocati
     `alone`: the command measures its own process. Where something was said already, what is not loaded is loaded here.
     """
     forked = thisprocess.forked
-    if forked is None or forked.request is None:
+    if forked is None:
         return
     by_itself, key = alone or seconds == 0, spawn.key(load)
-    if key == forked.key and not by_itself:
+    if forked.request is None or (key == forked.key and not by_itself):
         return
     if invocation.told:
         forked.kept = None

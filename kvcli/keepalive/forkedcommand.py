@@ -68,7 +68,7 @@ def become(
     """
     os.setpgid(0, 0)
     request = request.moved()  # before there may be fewer descriptors
-    let_go(kept_open)
+    close_all(range(HIGH), but=kept_open)
     parent = inheritance.take(caller)
     for number, fd in zip(request.numbers, request.fds, strict=True):
         os.dup2(fd, number)
@@ -82,15 +82,13 @@ def become(
     return thisprocess.Forked("", None, request, conn, control, parent)
 
 
-def let_go(kept_open: Collection[int]) -> None:
-    """In a process just forked: no signal is handled as before, and below HIGH no descriptors are left but
-    `kept_open`."""
+def reset_signals() -> None:
+    """In a process just forked: no signal is handled as before."""
     for each in range(1, _signal.NSIG):
         if each not in (_signal.SIGKILL, _signal.SIGSTOP, _signal.SIGPIPE):
             with suppress(OSError, ValueError):  # of the C library's own
                 _signal.signal(each, _signal.SIG_DFL)
     _signal.signal(_signal.SIGINT, thisprocess.leave)
-    close_all(range(HIGH), but=kept_open)
 
 
 def close_all(numbers: Container[int], but: Collection[int]) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kvcli import environment, startup
+from kvcli.errors import KVError
 from kvcli.keepalive import inheritance, kept, pages, pressure, socketfolder, spawn, thisprocess, wire
 from kvcli.keepalive.door import STALL_S, Door
 from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors
@@ -72,12 +73,15 @@ class Running:
     conn: socket.socket
     said: dict[str, str] = field(default_factory=dict)  # what it told, by the first word of each line
     awaited: bool = True  # by its caller
+    silent: bool = False  # it will tell nothing more
 
     def listen(self) -> dict[str, str]:
         """All that it has told until now."""
         os.set_blocking(self.child.control, False)
         with suppress(BlockingIOError):
-            for line in os.read(self.child.control, 1 << 16).decode().splitlines():
+            told = os.read(self.child.control, 1 << 16)
+            self.silent = not told
+            for line in told.decode().splitlines():
                 word, _, rest = line.partition(" ")
                 self.said[word] = rest
         return self.said
@@ -100,7 +104,7 @@ class Host:
         self.keep_s, self.yield_vram, self.used_at = wanted.keep_s, wanted.yield_vram, time.monotonic()
         self.running: dict[int, Running] = {}
         self.spare: Spare | None = None
-        self.written: pages.Ranges = []  # pages that commands write to
+        self.touched = pages.Touched([], [])  # by commands
         self.answered = 0
         self.parting: list[socket.socket] = []  # callers that wait for the end of this process
         self.listener: socket.socket | None = None
@@ -114,8 +118,11 @@ class Host:
         words = ["run", "-n", "1", "--no-cache", "--no-stdin", "--keep-alive", "0"]
         words += ["--device", str(self.loaded.device), "-m", str(self.wanted.path), "Hi"]
         from kvcli.cli import main
+        from kvcli.runtime.hub import modelfiles
 
-        main.prepared.update({name: main.command_of(name) for name in ("run", "chat")})
+        with suppress(KVError, OSError):  # its file is known
+            modelfiles.find_model(self.wanted.load.model, offline=True)
+        main.prepare(("run", "chat"))
         if self.loaded.text.template is None:
             words.insert(1, "--raw")
         before, model = set(sys.modules), (self.wanted.key, self.loaded)
@@ -129,9 +136,9 @@ class Host:
             if self.holder is not None:
                 self.holder.prepare()
         if self.holder is None:  # else a command waits for a GPU, not for memory
-            areas = pages.writable()
-            _, written = rehearse(words, *model, lambda: pages.written(areas))
-            self.written = written or []
+            areas = pages.areas()
+            _, touched = rehearse(words, *model, lambda: tuple(pages.touched(areas)))
+            self.touched = pages.Touched(*touched) if touched else self.touched
         self.stamps = self._stamps()
 
     def listen(self) -> None:
@@ -153,6 +160,8 @@ class Host:
                 waiting.register(self.spare.child.process, select.POLLIN)
             for one in self.running.values():
                 waiting.register(one.child.process, select.POLLIN)
+                if not one.silent:
+                    waiting.register(one.child.control, select.POLLIN)
                 if one.awaited:
                     waiting.register(one.conn, select.POLLRDHUP)
             if self.holder is not None:
@@ -163,7 +172,10 @@ class Host:
             for one in list(self.running.values()):
                 if one.child.process in ready:
                     self._finish(one)
-                elif one.conn.fileno() in ready:  # nobody waits for it any more
+                    continue
+                if one.child.control in ready and thisprocess.DONE in one.listen():
+                    self._fork_ahead()
+                if one.conn.fileno() in ready:  # nobody waits for it any more
                     one.awaited = False
                     with suppress(ProcessLookupError):
                         if thisprocess.DONE not in one.listen():
@@ -312,12 +324,13 @@ class Host:
     @property
     def _model(self) -> Model:
         on_cpu = self.wanted.device == CPU
-        return Model(self.wanted.key, self.loaded, on_cpu, self.kept_open, self.streams, self.written)
+        return Model(self.wanted.key, self.loaded, on_cpu, self.kept_open, self.streams, self.touched)
 
     def _fork_ahead(self) -> None:
-        """Have a process that waits for the next command, unless there are any now, which need the processor, or a
-        command waits for a GPU much longer than for that."""
-        if self.listener is None or self.running or self.spare is not None or self.holder is not None:
+        """Have a process that waits for the next command, unless there are any now that are not done, which need the
+        processor, or a command waits for a GPU much longer than for that."""
+        busy = any(thisprocess.DONE not in one.said for one in self.running.values())
+        if self.listener is None or busy or self.spare is not None or self.holder is not None:
             return
         with suppress(OSError):  # the next one is forked when it comes
             ours, theirs = socket.socketpair()

@@ -10,11 +10,13 @@ import os
 import resource
 import signal
 from contextlib import suppress
-from pathlib import Path
+from functools import cache
+from pathlib import PurePosixPath
+from typing import NamedTuple
 
-_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_GROUPS = "/sys/fs/cgroup"
 _RIGHTS = ("Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
-_SPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+_LINKS = (*(f"ns/{space}" for space in ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")), "root")
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 _GROUP_LIMITS = ("memory.max", "memory.high", "memory.swap.max", "cpu.max", "pids.max")
 
@@ -22,11 +24,11 @@ _GROUP_LIMITS = ("memory.max", "memory.high", "memory.swap.max", "cpu.max", "pid
 def refusal(pid: int) -> str:
     """Why a fork of this process cannot be what process `pid` is; "" = it can."""
     try:
-        theirs, ours = _status(pid), _status(os.getpid())
-        if differs := next((name for name in _RIGHTS if theirs.get(name) != ours.get(name)), ""):
+        theirs, ours = _status(pid), _own(os.getpid())
+        if differs := next((name for name in _RIGHTS if theirs.get(name) != ours.rights.get(name)), ""):
             return f"{differs} of the two differs"
-        for name in (*(f"ns/{space}" for space in _SPACES), "root"):
-            if os.readlink(_PROC / str(pid) / name) != os.readlink(_PROC / "self" / name):
+        for name, link in zip(_LINKS, ours.links, strict=True):
+            if os.readlink(f"/proc/{pid}/{name}") != link:
                 return f"{name} of the two differs"
         if os.getpriority(os.PRIO_PROCESS, pid) < os.getpriority(os.PRIO_PROCESS, 0):
             return "its priority is higher"
@@ -37,6 +39,19 @@ def refusal(pid: int) -> str:
         return _group_limit(pid)
     except (OSError, ValueError) as error:
         return f"it cannot be told what it is ({error})"
+
+
+class _Own(NamedTuple):
+    """What nobody but this process itself could change, and it does not: rights, and what `_LINKS` lead to."""
+
+    rights: dict[str, str]
+    links: list[str]
+
+
+@cache
+def _own(pid: int) -> _Own:
+    """Of this process, which is `pid`: one that was forked from it asks for itself."""
+    return _Own(_status(pid), [os.readlink(f"/proc/{pid}/{name}") for name in _LINKS])
 
 
 def take(pid: int) -> int:
@@ -50,7 +65,8 @@ def take(pid: int) -> int:
     if (nice := os.getpriority(os.PRIO_PROCESS, pid)) != os.getpriority(os.PRIO_PROCESS, 0):
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     with suppress(OSError):  # to be ended sooner than others is everybody's right, later is not
-        Path("/proc/self/oom_score_adj").write_text((_PROC / str(pid) / "oom_score_adj").read_text())
+        if (score := _read(f"/proc/{pid}/oom_score_adj")) != _read("/proc/self/oom_score_adj"):
+            _write("/proc/self/oom_score_adj", score)
     ignored, blocked = (_signals(theirs[name]) for name in ("SigIgn", "SigBlk"))
     for number in ignored - {signal.SIGPIPE}:  # which Python ignores
         signal.signal(number, signal.SIG_IGN)
@@ -59,8 +75,18 @@ def take(pid: int) -> int:
 
 
 def _status(pid: int) -> dict[str, str]:
-    lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    lines = _read(f"/proc/{pid}/status").splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
 
 
 def _signals(mask: str) -> set[int]:
@@ -82,16 +108,16 @@ def _group_limit(pid: int) -> str:
             return ""  # and so are those above it
         for name in _GROUP_LIMITS:
             with suppress(OSError):
-                if not (_GROUPS / group / name).read_text().startswith("max"):
+                if not _read(f"{_GROUPS}/{group}/{name}").startswith("max"):
                     return f"{name} of its control group"
     return ""
 
 
 def _groups(process: str) -> list[str]:
     """Its control group (version 2) and those above it, by their paths, the innermost first."""
-    for line in (_PROC / process / "cgroup").read_text().splitlines():
+    for line in _read(f"/proc/{process}/cgroup").splitlines():
         number, _, path = line.split(":", 2)
         if number == "0":
-            inner = Path(path.lstrip("/"))
+            inner = PurePosixPath(path.lstrip("/"))
             return [str(each) for each in (inner, *inner.parents)]
     return []

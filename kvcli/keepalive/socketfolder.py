@@ -45,7 +45,7 @@ def make() -> str:
 
 def kind() -> str:
     """Of this `kv`, as it starts in this process's environment."""
-    from zlib import crc32
+    from _imp import source_hash  # what tells compiled modules apart: there already, as hashlib and zlib are not
 
     import kvcli
     from kvcli.keepalive import thisprocess
@@ -54,7 +54,7 @@ def kind() -> str:
     read = sorted(item for item in environment.items() if item[0].startswith(_READ_EARLY))
     options = tuple(sys.flags), sorted(sys._xoptions.items())
     facts = kvcli.__version__, kvcli.__file__, sys.version, sys.executable, *options, read
-    return f"{crc32(repr(facts).encode('utf-8', 'surrogateescape')):08x}"
+    return source_hash(0, repr(facts).encode("utf-8", "surrogateescape")).hex()[:8]
 
 
 def sockets(of_kind: str = "") -> "list[str]":

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import _socket
 import os
+import select
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from kvcli import __main__
 from kvcli.keepalive import pages, thisprocess, wire
-from kvcli.keepalive.forkedcommand import Request, become, let_go, moved, open_streams
+from kvcli.keepalive.forkedcommand import HIGH, Request, become, close_all, moved, open_streams, reset_signals
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.held import HeldModel
@@ -20,14 +22,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Model:
     """What a forked process has of the one that keeps a model. `kept_open`: descriptors that libraries have; `streams`:
-    encoding and errors of standard streams; `written`: pages that commands write to."""
+    encoding and errors of standard streams; `touched`: pages that commands write to, and whose code they run."""
 
     key: str
     kept: LoadedModel | HeldModel
     on_cpu: bool
     kept_open: set[int]
     streams: tuple[str, str]
-    written: pages.Ranges
+    touched: pages.Touched
 
 
 def stand_by(model: Model, theirs: _socket.socket, asked: _socket.socket, control: int) -> NoReturn:
@@ -37,19 +39,30 @@ def stand_by(model: Model, theirs: _socket.socket, asked: _socket.socket, contro
         own, control = moved(asked, control)
         theirs.close()
         asked.close()
-        let_go(model.kept_open)
-        pages.copy(model.written)
+        reset_signals()
+        close_all(range(HIGH), but=model.kept_open)
+        pages.have(model.touched, until=partial(_is_asked, own))
         _, body, fds = wire.receive(own)
         own.close()
         conn, request = _socket.socket(fileno=fds[0]), Request.of(body, fds[1:])
         caller = wire.peer(conn)[0]
     except (OSError, ValueError, wire.Closed):  # nobody will ask any more
         os._exit(0)
-    do(model, conn, caller, request, control)
+    _do(model, conn, caller, request, control)
+
+
+def _is_asked(own: _socket.socket) -> bool:
+    return bool(select.select([own], [], [], 0)[0])
 
 
 def do(model: Model, conn: _socket.socket, caller: int, request: Request, control: int) -> NoReturn:
-    """In the forked process: the command, of which this never returns."""
+    """In a process that was forked for a command that is there: do it."""
+    reset_signals()
+    _do(model, conn, caller, request, control)
+
+
+def _do(model: Model, conn: _socket.socket, caller: int, request: Request, control: int) -> NoReturn:
+    """The command, of which this never returns."""
     to_caller = conn
     try:
         to_caller, control = moved(conn, control)

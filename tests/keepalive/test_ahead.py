@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
@@ -32,6 +34,20 @@ def staying(kv_command: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
     made.keep(tiny.make("gemma3").path)
     yield made
     made.end()
+
+
+def in_a_fork(do: Callable[[], Any]) -> Any:
+    """What `do` finds in a forked process."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        with open(write, "wb") as told:
+            told.write(marshal.dumps(do()))
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as told:
+        found = marshal.loads(told.read())
+    os.waitpid(pid, 0)
+    return found
 
 
 def spare_of(staying: Staying) -> int:
@@ -133,6 +149,29 @@ def test_a_done_command_is_not_ended_when_its_caller_leaves(monkeypatch: pytest.
         each.close()
 
 
+def test_the_next_one_is_forked_when_a_command_is_done() -> None:
+    """Its process need not be gone."""
+    from kvcli.keepalive import host
+
+    read, write = os.pipe()
+    conn, caller = socket.socketpair()
+    one, child = host.Running(Child(os.getpid(), -1, read), conn), object()
+    kept: Any = SimpleNamespace(
+        listener=conn, running={1: one}, spare=None, holder=None, _model=None, _fork=lambda do: child
+    )
+    host.Host._fork_ahead(kept)
+    assert kept.spare is None
+    os.write(write, b"done\n")
+    assert one.listen() and not one.silent
+    os.close(write)
+    assert one.listen() and one.silent
+    host.Host._fork_ahead(kept)
+    assert kept.spare.child is child
+    os.close(read)
+    for each in (conn, caller, kept.spare.to):
+        each.close()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", ""])  # "": what was kept is not used
 def test_what_a_caller_is_told_at_the_end(device: str) -> None:
     """On a CPU that it may end, with every file of the command closed; else it waits for the end of the process."""
@@ -161,21 +200,38 @@ def test_what_a_caller_is_told_at_the_end(device: str) -> None:
 def test_pages_that_were_written_are_found_and_copied() -> None:
     memory = mmap.mmap(-1, 64 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(bytes(64 * mmap.PAGESIZE - 1) + b"x")
-    read, write = os.pipe()
-    areas = pages.writable()
-    if (pid := os.fork()) == 0:
+    areas = pages.areas()
+
+    def written() -> tuple[pages.Ranges, bytes]:
         for page in (3, 4, 60):
             memory[page * mmap.PAGESIZE] = 1
-        before = pages.written(areas)
-        pages.copy([(first, end + mmap.PAGESIZE) for first, end in before[-1:]])
-        with open(write, "wb") as told:
-            told.write(marshal.dumps((before, memory[-1:])))
-        os._exit(0)
-    os.close(write)
-    with open(read, "rb") as told:
-        found, last = marshal.loads(told.read())
-    os.waitpid(pid, 0)
+        before = pages.touched(areas).written
+        pages.have(pages.Touched([(first, end + mmap.PAGESIZE) for first, end in before[-1:]], []))
+        return before, memory[-1:]
+
+    found, last = in_a_fork(written)
     sizes = {(end - first) // mmap.PAGESIZE for first, end in found}
-    assert {1, 2} <= sizes and all(any(a <= x and y <= b for a, b in areas) for x, y in found)
+    assert {1, 2} <= sizes and all(any(a <= x and y <= b for a, b in areas.written) for x, y in found)
     assert last == b"x"
     memory.close()
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or [int(each) for each in os.uname().release.split(".")[:2]] < [5, 14],
+    reason="needs an advice to madvise",
+)
+def test_code_that_was_run_is_found_and_there() -> None:
+    """A forked process has none of it until it runs, or has it beforehand, up to the moment when it is asked."""
+    areas = pages.areas()
+    run = in_a_fork(lambda: pages.touched(areas).run)
+    assert run and all(any(a <= x and y <= b for a, b in areas.run) for x, y in run)
+    first, end = max(areas.run, key=lambda area: area[1] - area[0])
+    end = min(end, first + (4 << 20))
+    whole = pages.Touched([], [(first, end)])
+
+    def bytes_had(until: bool) -> int:
+        pages.have(whole, lambda: until)
+        return sum(b - a for a, b in pages.touched(whole).run)
+
+    there, not_there = (in_a_fork(lambda until=until: bytes_had(until)) for until in (False, True))
+    assert not_there < there == end - first

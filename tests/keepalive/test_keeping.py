@@ -371,12 +371,11 @@ def test_an_end_while_the_model_warms_up_is_quiet(tmp_path: Path, monkeypatch: p
     from kvcli.cli import main
 
     warming: Any = SimpleNamespace(
-        wanted=SimpleNamespace(path=tmp_path, key=""),
+        wanted=SimpleNamespace(path=tmp_path, key="", load=SimpleNamespace(model=str(tmp_path))),
         loaded=SimpleNamespace(text=SimpleNamespace(template="x"), device="cpu"),
         holder=None,
     )
-    monkeypatch.setattr(main, "prepared", {"run": None})
-    monkeypatch.setattr(main, "command_of", lambda name: None)
+    monkeypatch.setattr(main, "prepare", lambda names: None)
     monkeypatch.setattr(main, "run_command", lambda words: 0)
     monkeypatch.setattr(thisprocess, "forked", None)
     if (pid := os.fork()) == 0:
@@ -400,13 +399,12 @@ def test_what_a_model_answers_while_it_warms_up_is_told_to_nobody(
         return 0
 
     warming: Any = SimpleNamespace(
-        wanted=SimpleNamespace(path=tmp_path, key=""),
+        wanted=SimpleNamespace(path=tmp_path, key="", load=SimpleNamespace(model=str(tmp_path))),
         loaded=SimpleNamespace(text=SimpleNamespace(template="x"), device="cpu"),
         holder=None,
         _stamps=list,
     )
-    monkeypatch.setattr(main, "command_of", lambda name: None)
-    monkeypatch.setattr(main, "prepared", {})
+    monkeypatch.setattr(main, "prepare", lambda names: None)
     monkeypatch.setattr(main, "run_command", run)
     host.Host.warm_up(warming)
     assert warming.stamps == []
