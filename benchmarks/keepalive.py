@@ -7,7 +7,7 @@ Prints wall time (medians), time to the first token as the engine tells it, how 
 it is on stdout, a second behind the run before and at once behind it, how long the process takes until it has the
 model, the memory of the caller, whether all answers are those of a run without, and the memory of the process before
 and after, on a GPU that of the card, too. Needs Linux.
-Everything is in a folder of its own.
+Everything is in a folder of its own, and `kv` is the one that is installed for the Python that runs this.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ class Kv:
     """Runs `kv` with a folder for sockets that nobody else has."""
 
     def __init__(self, model: str, device: str, folder: str) -> None:
-        self.model, self.environment = model, os.environ | {"XDG_RUNTIME_DIR": folder, "KV_DEVICE": device}
+        self.model = str(Path(model).absolute()) if Path(model).exists() else model
+        self.folder, self.environment = folder, os.environ | {"XDG_RUNTIME_DIR": folder, "KV_DEVICE": device}
 
     def run(self, *args: str) -> bytes:
+        stdout, _ = (process := self.start(*args)).communicate()
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, process.args)
+        return stdout
+
+    def start(self, *args: str) -> subprocess.Popen[bytes]:
+        """`python -c` takes modules from the folder that it is in first: it is in one that has none."""
         words = [*COMMAND, *args]
-        return subprocess.run(
-            words, env=self.environment, stdin=subprocess.DEVNULL, check=True, capture_output=True
-        ).stdout
+        return subprocess.Popen(
+            words, env=self.environment, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
 
     def ask(self, prompt: str, tokens: int, *args: str) -> bytes:
         return self.run("run", "-m", self.model, "--no-cache", "-s", "1", "-n", str(tokens), *args, prompt)
@@ -58,34 +66,33 @@ class Kv:
             firsts.append(told["timings"]["ttft_s"])
         return statistics.median(walls), statistics.median(firsts)
 
-    def said(self) -> float:
-        """Seconds until the first token is on stdout."""
-        words = [*COMMAND, "run", "-m", self.model, "--no-cache", "-s", "1", "-n", "1", PROMPTS[0]]
+    def said(self, pause: float) -> tuple[float, float]:
+        """Behind a pause, seconds of the engine's until a first token, and all others until it is on stdout."""
+        time.sleep(pause)
         began = time.perf_counter()
-        process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        process = self.start("run", "-m", self.model, "--no-cache", "-s", "1", "-n", "1", "--jsonl", PROMPTS[0])
         assert process.stdout
-        process.stdout.read(1)
-        took = time.perf_counter() - began
-        process.communicate()
-        return took
+        took, first = 0.0, 0.0
+        for line in process.stdout:
+            told = json.loads(line)
+            if told["event"] == "token":
+                took = time.perf_counter() - began
+            first = told.get("timings", {}).get("ttft_s", 0.0)
+        process.wait()
+        return first, took - first
 
     def beside(self, count: int, pause: float) -> tuple[float, float, float]:
         """Median seconds that Python takes to start, that the engine takes to a first token, and that pass until it is
-        on stdout besides: in turns, with so many seconds before each."""
-        starts, firsts, said = [], [], []
-        for _ in range(count):
-            time.sleep(pause)
-            starts.append(started())
-            firsts.append(self.timed(1)[1])
-            time.sleep(pause)
-            said.append(self.said())
-        start, first = statistics.median(starts), statistics.median(firsts)
-        return start, first, statistics.median(said) - start - first
+        on stdout besides, with so many seconds before each run."""
+        starts = [started(pause) for _ in range(count)]
+        said = [self.said(pause) for _ in range(count)]
+        firsts, others = zip(*said, strict=True)
+        start = statistics.median(starts)
+        return start, statistics.median(firsts), statistics.median(others) - start
 
     def caller_bytes(self) -> int:
         """The most memory that the caller's process had."""
-        words = [*COMMAND, "run", "-m", self.model, "--no-cache", "-n", "64", "--ignore-eos", PROMPTS[0]]
-        process = subprocess.Popen(words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        process = self.start("run", "-m", self.model, "--no-cache", "-n", "64", "--ignore-eos", PROMPTS[0])
         assert process.stdout
         process.stdout.read(1)
         status = Path(f"/proc/{process.pid}/status").read_text()
@@ -94,8 +101,9 @@ class Kv:
         return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
 
-def started() -> float:
-    """Seconds that Python takes to do nothing."""
+def started(pause: float) -> float:
+    """Behind a pause, seconds that Python takes to do nothing."""
+    time.sleep(pause)
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "pass"], stdin=subprocess.DEVNULL, check=True, capture_output=True)
     return time.perf_counter() - began
