@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -25,7 +24,7 @@ from kvcli.keepalive.door import STALL_S, Door
 from kvcli.keepalive.forkedcommand import HIGH, Request, allow_descriptors
 from kvcli.keepalive.holder import Holder
 from kvcli.keepalive.rehearsal import rehearse
-from kvcli.keepalive.spare import Child, Spare
+from kvcli.keepalive.spare import Child, Running, Spare
 from kvcli.keepalive.spawn import FOREVER, Wanted
 from kvcli.keepalive.taking import Model, do, stand_by
 from kvcli.runtime.host.memory import CPU
@@ -63,33 +62,6 @@ def main(lock: int) -> None:
 def _about(wanted: Wanted, pid: int, state: str) -> dict[str, object]:
     """What `kv ps` shows of process `pid` before it was asked anything."""
     return spawn.about(wanted, pid, state) | {"memory_bytes": held_bytes(pid)}
-
-
-@dataclass
-class Running:
-    """A process that does a command, and its caller."""
-
-    child: Child
-    conn: socket.socket
-    said: dict[str, str] = field(default_factory=dict)  # what it told, by the first word of each line
-    awaited: bool = True  # by its caller
-    silent: bool = False  # it will tell nothing more
-
-    def listen(self) -> dict[str, str]:
-        """All that it has told until now."""
-        os.set_blocking(self.child.control, False)
-        with suppress(BlockingIOError):
-            told = os.read(self.child.control, 1 << 16)
-            self.silent = not told
-            for line in told.decode().splitlines():
-                word, _, rest = line.partition(" ")
-                self.said[word] = rest
-        return self.said
-
-    def close(self) -> None:
-        self.conn.close()
-        os.close(self.child.process)
-        os.close(self.child.control)
 
 
 class Host:

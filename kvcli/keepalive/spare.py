@@ -1,11 +1,11 @@
-"""A process that is forked before there is a command for it."""
+"""Processes that were forked for commands: one that waits for its command, and those that do theirs."""
 
 from __future__ import annotations
 
 import os
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcli.keepalive import wire
@@ -54,3 +54,30 @@ class Spare:
     def end(self) -> None:
         self.to.close()
         self.child.end()
+
+
+@dataclass
+class Running:
+    """A process that does a command, and its caller."""
+
+    child: Child
+    conn: socket.socket
+    said: dict[str, str] = field(default_factory=dict)  # what it told, by the first word of each line
+    awaited: bool = True  # by its caller
+    silent: bool = False  # it will tell nothing more
+
+    def listen(self) -> dict[str, str]:
+        """All that it has told until now."""
+        os.set_blocking(self.child.control, False)
+        with suppress(BlockingIOError):
+            told = os.read(self.child.control, 1 << 16)
+            self.silent = not told
+            for line in told.decode().splitlines():
+                word, _, rest = line.partition(" ")
+                self.said[word] = rest
+        return self.said
+
+    def close(self) -> None:
+        self.conn.close()
+        os.close(self.child.process)
+        os.close(self.child.control)

@@ -33,7 +33,7 @@ from kvcli.runtime.model.loading import load as load_model
 from kvcli.runtime.model.predictors import Predictor, load_eagle, load_next
 from kvcli.runtime.model.weights import Weights
 from kvcli.runtime.plan import repacked
-from kvcli.runtime.plan.footprint import next_weights, tokenizer_bytes, weights_of_tensors, with_adapters
+from kvcli.runtime.plan.footprint import next_weights, tokenizer_bytes, weights_of_tensors
 from kvcli.runtime.plan.plan import Drafting, engine_budget
 from kvcli.runtime.promptcache import fingerprint
 
@@ -150,9 +150,9 @@ class LoadedModel:
         """What the options come to in the memory there is. Raises UsageError, ModelError for a draft model that cannot
         be one, and DoesNotFit."""
         kind = self.device.kind
-        weights = with_adapters(
-            self.opened.weight_bytes(kind, interleaved), self.file.tensors, self.config, kind, self.adapters
-        )
+        weights = self.opened.weight_bytes(kind, interleaved)
+        if self.adapters:
+            weights = weights_of_tensors(self.file.tensors, self.config, kind, self.adapters, interleaved)
         budget = engine_budget(load.memory_limit, kind, self.device.index, self.opened.cards)
         if load.mtp and draft is not None:
             raise UsageError("`mtp` and `draft` cannot be used together", "leave one of them out")

@@ -93,13 +93,6 @@ def weights_of_tensors(
     """The weights of a file, with adapters. A GPU gets one form of each. On a CPU matrices are `interleaved` where
     that is worth it; the file stays mapped for the others, so copies of these come on top."""
     weights = _weights_on_gpu(tensors, config) if kind != CPU else _weights_on_cpu(tensors, config, interleaved)
-    return with_adapters(weights, tensors, config, kind, adapters)
-
-
-def with_adapters(
-    weights: WeightBytes, tensors: Mapping[str, Tensor], config: ModelConfig, kind: str, adapters: Sequence[Adapter]
-) -> WeightBytes:
-    """The weights of a file, and what adapters add to them."""
     if not adapters:
         return weights
     more, copied = (adapterbytes.on_cpu if kind == CPU else adapterbytes.on_gpu)(tensors, config, adapters)
