@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from gpucases import DEVICE, OPS, GpuCache, error, expect_activations
 from kernelcases import one_thread
 
-from kvcli.kernels.gpu.attention import attend, part_count
+from kvcli.kernels.gpu.attention import Partials, attend, part_count
 from kvcli.kernels.gpu.combine import combine, fits_half, quantize
 from kvcli.kernels.gpu.products import Activations
 from kvcli.kernels.gpu.wide import HalfRows, weave
@@ -178,6 +180,23 @@ def test_same_bits_again():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 4, 5, 34, 37, 68, 73])
+def test_merging_so_many_parts(parts: int) -> None:
+    """Also a few more than a power of two; where nothing was seen results may be anything."""
+    dim, heads = 64, 3
+    numbers = torch.randn(heads, parts, dim + 2, generator=torch.manual_seed(parts))
+    out, tops, totals = numbers[..., :dim].clone(), 4 * numbers[..., -1], numbers[..., -2].abs() + 0.1
+    out[:, 1::3], totals[:, 1::3] = torch.nan, 0.0
+    weights = (tops - tops.amax(1, keepdim=True)).double().exp2()
+    seen = totals > 0
+    sums = torch.where(seen[..., None], out, 0.0).double().mul(weights[..., None]).sum(1)
+    expected = sums / (totals * weights).sum(1, keepdim=True)
+    partials = Partials(*(x[None].contiguous().to(DEVICE) for x in (out, tops, totals)))
+    pages = SimpleNamespace(lists=SimpleNamespace(apart=False, starts=None), rotated=(False, False))
+    found = combine(partials, pages)
+    assert found is not None and error(found.view(heads, dim).cpu(), expected.float()) < 1e-6
+
+
 @pytest.mark.parametrize("types", [("int8", "int8"), ("f16", "f16")])
 @pytest.mark.parametrize(("dims", "heads"), [((64, 64), 2), ((64, 96), 2), ((72, 72), 4)])
 @pytest.mark.parametrize("keep", [False, True])

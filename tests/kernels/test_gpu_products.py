@@ -119,6 +119,22 @@ def test_expanding_is_exact(type_):
     assert torch.equal(expanded(5, ids=ids.to(DEVICE), scale=0.5), whole[ids] * 0.5)
 
 
+@pytest.mark.parametrize(("paired", "rows"), [(True, (96, 96)), (False, (96, 64))])
+def test_rows_are_dealt_out_among_programs(paired: bool, rows: tuple[int, int]) -> None:
+    """What programs read first stands side by side, then what they read next, of every array."""
+    cols = 512
+    parts = tuple(packed("Q6_K", n, cols, i) for i, n in enumerate(rows))
+    each = formats.dealt(parts, paired)
+    assert each == (64 if paired else 32)
+    plain, found = (formats.repack(parts, torch.device(DEVICE), paired, n) for n in (0, each))
+    for stands, order in zip(found.arrays, plain.arrays, strict=True):
+        turns = order.unflatten(0, (-1, each // formats.TURN, formats.TURN)).transpose(0, 1)
+        assert torch.equal(stands, turns.flatten(0, 2))
+    assert formats.dealt((packed("F16", 96, cols),), False) == 0
+    assert formats.dealt((packed("Q6_K", 80, cols),), False) == 0  # not whole programs
+    assert formats.dealt((packed("Q6_K", 512, 256),), False) == 0  # of few columns
+
+
 @pytest.mark.parametrize("type_", ["Q4_K", "Q8_0", "Q6_K", "F16"])
 def test_pairs_and_slices(type_, monkeypatch):
     cols = columns(type_)[0]

@@ -38,16 +38,6 @@ def stored(n, rows, DEALT: tl.constexpr):
 
 
 @triton.jit
-def standing(at, rows, DEALT: tl.constexpr):
-    """Which rows stand at `at`: see `stored`."""
-    if DEALT == 0:
-        return at
-    else:
-        turn = at // _TURN
-        return turn % (rows // DEALT) * DEALT + turn // (rows // DEALT) * _TURN + at % _TURN
-
-
-@triton.jit
 def load_once(at, seen):
     """Weights are read once: they should not push anything out of the cache."""
     return tl.load(at, mask=seen, other=0, eviction_policy="evict_first")

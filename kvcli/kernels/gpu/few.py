@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kvcli.kernels.gpu.chip import Chip
-from kvcli.kernels.gpu.codes import standing
+from kvcli.kernels.gpu.codes import stored
 from kvcli.kernels.gpu.formats import PLAIN, DeviceMatrix, constants
 from kvcli.kernels.gpu.language import BESIDE, LEADING, SERIAL, wait_at_end, wait_for_previous
 from kvcli.kernels.gpu.launching import launch
@@ -57,17 +57,17 @@ def _few(
     SPAN: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr, T: tl.constexpr, BLOCKS: tl.constexpr,
     STAGES: tl.constexpr, X_SCALED: tl.constexpr, DEALT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N rows of the matrix as they are stored, `each` turns of BLOCKS blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT
+    """N rows of the matrix, `each` turns of BLOCKS blocks of columns: X [count, ...] . W^T, a part of the sum, into OUT
     [parts, count, pitch]. X_SCALES, X_SCALED: see `woven_dot`."""
     n = tl.program_id(0) * N + tl.arange(0, N)
     t = tl.arange(0, T)
     part = tl.program_id(1)
-    row = tl.minimum(n, rows - 1).to(tl.int64)  # what is behind the last one is not stored
+    row = stored(tl.minimum(n, rows - 1), rows, DEALT).to(tl.int64)  # what is behind the last one is not stored
     last = tl.minimum(part * each + each, tl.cdiv(G, 4 * BLOCKS))
     wait_for_previous(PDL)
     acc = woven_dot(X, X_SCALES, CODES, HIGH, SCALES, SUPERS, TABLE, row, t.to(tl.int64), t < count, part * each, last,
                     G, CODING, WORDS, KIND, OFFSET, SPAN, UNIT, N, T, BLOCKS, STAGES, X_SCALED)  # fmt: skip
-    out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + standing(n, rows, DEALT)[:, None]
+    out = OUT + (part * count + t[None, :]).to(tl.int64) * pitch + n[:, None]
     tl.store(out, acc, mask=(n < rows)[:, None] & (t < count)[None, :])
     wait_at_end(PDL)
 

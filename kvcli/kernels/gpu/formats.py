@@ -165,9 +165,7 @@ def dealt(parts: tuple[QuantTensor, ...], paired: bool) -> int:
     return 2 * GROUP if paired else GROUP if parts[0].cols > rows else 0
 
 
-def repack(
-    parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = False, dealt: int = 0
-) -> DeviceMatrix:
+def repack(parts: tuple[QuantTensor, ...], device: torch.device, paired: bool = False, dealt: int = 0) -> DeviceMatrix:
     """Stack matrices of one type on the device, or pair the rows of two of the same shape, and deal rows out.
 
     Done in slices, so that the packed form never stands whole beside the other one.

@@ -17,16 +17,15 @@ if TYPE_CHECKING:
     from kvcli.runtime.engine.graph.nexttoken import NextToken
 
 
-AHEAD, MANY_AHEAD = 2, 4  # see `steps_ahead`
-MANY = 16  # rows
+MOST_AHEAD = 2  # see `steps_ahead`
 
 
-def steps_ahead(layout: KVLayout, rows: int = 1) -> int:
+def steps_ahead(layout: KVLayout) -> int:
     """How many steps a device computes behind the one whose tokens are read: so many that it has something to do while
-    the host makes lists, where pages end: of all rows of a batch at once, where they began alike. One where rows too
-    many would take with them what windows, states, evicted or noted rows had. Where one too many was the last of a page that is sealed, that page is computed again."""
+    the host makes lists, where pages end. One where rows too many would take with them what windows, states, evicted or
+    noted rows had. Where one too many was the last of a page that is sealed, that page is computed again."""
     plain = not (layout.states or layout.selection or any(g.window or g.retention for g in layout.groups))
-    return 1 if not plain else MANY_AHEAD if rows >= MANY else AHEAD
+    return MOST_AHEAD if plain else 1
 
 
 def host_tokens(

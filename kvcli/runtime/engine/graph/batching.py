@@ -115,14 +115,9 @@ class Batch:
         self._seats: list[Seat | None] = []
         self._chooser: Chooser | None = None
         self._flights = deque[Flight]()  # the oldest first
-        self._launched = 0
-        self._ids = torch.zeros(1 + steps_ahead(layout, MOST), MOST, dtype=torch.int64, pin_memory=self._waits)
+        self._ahead, self._launched = steps_ahead(layout), 0
+        self._ids = torch.zeros(1 + self._ahead, MOST, dtype=torch.int64, pin_memory=self._waits)
         self._events = [torch.cuda.Event() for _ in range(len(self._ids) if self._waits else 0)]
-
-    @property
-    def _ahead(self) -> int:
-        """How many steps may be on their way while one is read."""
-        return steps_ahead(self.layout, len(self._seats))
 
     @property
     def free(self) -> int:
