@@ -224,6 +224,7 @@ def run(
         load = replace(load, chat_anyway=batch.form.raw is False)
         engine = engines.open_engine(load, cache, invocation, interrupts)
         keeping.stay(engine.loaded, load, batch.staying, invocation)
+        engines.tell_of_guesses(engine, batch.form.sampling, invocation)
         with closing(answers), closing(engine.prompt_caches(kept, tell)) as caches:
             _answer(engine, caches, batch.form, lines, answers, cache.sequences, invocation, interrupts, stats)
     if answers.failed:

@@ -14,7 +14,7 @@ from kvcli.cli.interrupt import LEAVE, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.codecs import alias_note
 from kvcli.errors import DoesNotFit, NotTaken
-from kvcli.options import CacheOptions, LoadOptions
+from kvcli.options import CacheOptions, LoadOptions, SampleOptions
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
@@ -82,6 +82,12 @@ def engine_of(loaded: LoadedModel, invocation: Invocation, prompt_tokens: int = 
 def open_engine(load: LoadOptions, cache: CacheOptions, invocation: Invocation, interrupts: Interrupts) -> Engine:
     """`load_model` and `engine_of`, where no prompt decides anything."""
     return engine_of(load_model(load, cache, invocation, interrupts), invocation)
+
+
+def tell_of_guesses(engine: Engine, sampling: SampleOptions, invocation: Invocation) -> None:
+    """Say that guesses which were asked for are not made with another option."""
+    if name := engine.unguessed(sampling):
+        render.warn(f"`spec={sampling.spec}` changes nothing: nothing can be guessed with {name}", invocation)
 
 
 def tell_of_template(template: ChatTemplate | None, styles: bool, invocation: Invocation) -> None:

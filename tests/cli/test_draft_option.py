@@ -71,6 +71,24 @@ def test_what_cannot_be_is_one_line(kv_here: KvHere, args: tuple[str, ...], code
     assert (found, out) == (code, "") and message in err, err
 
 
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (("--spec", "ngram", "--evict", "h2o", "--budget", "128"), "--evict h2o"),
+        (("--spec", "suffix", "--attend", "pages:4"), "--attend pages:4"),
+        (("--spec", "off", "--attend", "pages:4"), ""),
+        (("--attend", "pages:4"), ""),
+    ],
+)
+def test_guesses_that_are_asked_for_in_vain(kv_here: KvHere, args: tuple[str, ...], told: str) -> None:
+    code, _, err = kv_here(
+        "run", "--raw", "--no-stdin", "-n", "1", "x", "-m", str(tiny.make("llama").path), *args, "-c", "256"
+    )
+    assert code == 0, err
+    assert ("changes nothing: nothing can be guessed with" in err) == bool(told)
+    assert f"{' '.join(args[:2])} changes nothing: nothing can be guessed with {told}\n" in err or not told
+
+
 @pytest.mark.parametrize("command", [("chat", "--script"), ("serve", "--port", "0")])
 def test_a_draft_model_that_would_do_nothing(kv_here: KvHere, command: tuple[str, ...]) -> None:
     model = str(tiny.make("llama").path)

@@ -235,6 +235,9 @@ class FakeEngine:
     def tokenizer_hashes(self) -> dict[str, str]:
         return {"tokenizer": "fake"}
 
+    def unguessed(self, asked: SampleOptions) -> str:
+        return ""
+
     def sampled_on_host(self, settled: SampleOptions) -> str:
         return "because" if settled.dry_multiplier else ""
 

@@ -345,6 +345,7 @@ def run(
         thinking = question.thinking(loaded.text)
         use = tools.use(loaded.text, question.raw) if tools else None
         engines.tell_of_template(loaded.text.template, bool(thinking and thinking.styles), invocation)
+        engines.tell_of_guesses(engine, sampling, invocation)
         sampling, told = settle(loaded, sampling), invocation.told
         if reason := engine.sampled_on_host(sampling):
             render.notice(f"each token is chosen on the CPU, which is slower: {reason}", invocation)

@@ -27,7 +27,7 @@ from kvcli.runtime.engine.replaying import replay
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.spec import OFF
-from kvcli.runtime.engine.spec.drafting import check_options
+from kvcli.runtime.engine.spec.drafting import check_options, unguessed
 from kvcli.runtime.engine.spec.draftmodel import DraftModel
 from kvcli.runtime.engine.spec.guesses import Drafts, Session
 from kvcli.runtime.engine.spec.pace import CPU_COSTS, GPU_COSTS
@@ -307,6 +307,10 @@ class Engine:
         from kvcli.kernels.gpu.sample import DeviceSampler
 
         return DeviceSampler.supports(vars(settled))
+
+    def unguessed(self, asked: SampleOptions) -> str:
+        """The option with which nothing is guessed, where these options ask for guesses; "" = there is none."""
+        return unguessed(self.terms.options, self.loaded.grain > 1) if asked.spec not in (None, OFF) else ""
 
     def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         """Cut rows [start, end) into prefill steps."""

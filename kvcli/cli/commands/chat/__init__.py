@@ -129,6 +129,7 @@ def chat(
             engine = engines.engine_of(
                 loaded, invocation, conversation.system_tokens() if loaded.terms.keeps_prompt else 0
             )
+            engines.tell_of_guesses(engine, sampling, invocation)
             tell = _telling(invocation)
             with closing(ChatSession(engine, conversation, options, sink, interrupts, branches, tell)) as session:
                 session.await_message()

@@ -30,15 +30,20 @@ def check(tokenizer: Tokenizer, draft: Opened, cache: CacheOptions, kind: str, i
     check_vocabulary(tokenizer, draft.text.tokenizer)
 
 
-def check_options(cache: CacheOptions, in_blocks: bool, what: str = "draft") -> None:
-    """Raises UsageError where nothing can be guessed with these options, so that `what` is of no use. `in_blocks`: see
+def unguessed(cache: CacheOptions, in_blocks: bool) -> str:
+    """The one of these options with which nothing can be guessed; "" = there is none. `in_blocks`: see
     `strict_repeat`."""
     options = {
         f"`evict={cache.evict.policy}`": eviction.policy(cache.evict.policy).scorer is not None,
         f"`attend=pages:{cache.attend.pages}`": cache.attend.pages > 0,
         "`strict_repeat`": in_blocks,
     }
-    for name in (name for name, there in options.items() if there):
+    return next((name for name, there in options.items() if there), "")
+
+
+def check_options(cache: CacheOptions, in_blocks: bool, what: str = "draft") -> None:
+    """Raises UsageError where nothing can be guessed with these options, so that `what` is of no use."""
+    if name := unguessed(cache, in_blocks):
         raise UsageError(f"nothing can be guessed with {name}, so `{what}` is of no use there", "leave one of them out")
 
 
