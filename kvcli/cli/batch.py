@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PARALLEL = 8  # lines at a time where no number is asked for
 FAILED = 1  # exit code where a line has no answer
+MEND_S = 5.0  # in which what came of lines that are tried again is not in the file yet
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Answers:
         self._lines = lines
         self._waiting: dict[int, dict[str, Any]] = {}
         self._errors: dict[int, int] = {}  # of an earlier run: where they stand in the file, by their line
-        self._better: dict[int, dict[str, Any]] = {}  # what came of these lines now
+        self._better: dict[int, dict[str, Any]] = {}  # what came of these lines now, and is not in the file yet
+        self._mended = time.monotonic()
         if target in (None, "-"):
             if sys.stdout is None:
                 raise OutputError("stdout is closed")
@@ -98,6 +100,8 @@ class Answers:
         if number in self._errors:
             self._better[number] = value
             self.failed -= "error" not in value
+            if time.monotonic() - self._mended > MEND_S:
+                self._mend()
             return
         self._waiting[number] = value
         while self.done < len(self.numbers) and (found := self._waiting.pop(self.numbers[self.done], None)):
@@ -112,9 +116,12 @@ class Answers:
         return [*self._errors, *self.numbers[self.done :]]
 
     def close(self) -> None:
-        """Put what came of lines that had errors in the place of these. Raises OutputError."""
-        if not self._better:
-            return
+        """Nothing more comes. Raises OutputError."""
+        if self._better:
+            self._mend()
+
+    def _mend(self) -> None:
+        """Put what came of lines that had errors in the place of these."""
         with writing_to(self.name):
             self._file.close()
             path = Path(os.path.realpath(self.name))
@@ -124,6 +131,9 @@ class Answers:
             mode = path.stat().st_mode
             paths.replace_file(path, b"".join(whole))
             path.chmod(mode)
+            self._file = open(path, "ab")  # noqa: SIM115  # closed by the end of the process
+        self._better.clear()
+        self._mended = time.monotonic()
 
     def _input(self, number: int) -> str:
         """What tells a line from others."""

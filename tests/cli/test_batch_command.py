@@ -11,6 +11,7 @@ import tiny
 from conftest import KvHere
 from jsonchecks import check
 
+from kvcli.cli import batch
 from kvcli.cli.batchlines import KEYS, Form, Line
 from kvcli.cli.samples import InTurn
 from kvcli.errors import UsageError
@@ -165,6 +166,25 @@ def test_failed_lines_of_an_earlier_run_are_tried_again(
     code, _, err = kv_here(*asked, "-c", "512")
     assert code == 1 and "has the answers to 4 of 5 lines: trying 1 line with an error again" in err
     assert out.read_bytes().splitlines()[2:] == [line.strip() for line in second[2:]]
+
+
+def test_what_comes_of_lines_that_are_tried_again_is_there_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run is killed, it is not lost."""
+    lines, out = {n: b"%d" % n for n in range(1, 5)}, str(tmp_path / "out.jsonl")
+    first = batch.Answers(out, "in.jsonl", lines)
+    for number, value in ((1, {"error": {"message": "a"}}), (2, {"text": "b"}), (3, {"error": {"message": "c"}})):
+        first.put(number, value)
+    monkeypatch.setattr(batch, "MEND_S", -1.0)
+    second = batch.Answers(out, "in.jsonl", lines)
+    assert second.missing == [1, 3, 4]
+    second.put(3, {"text": "C"})
+    second.put(4, {"text": "d"})
+    second.put(1, {"text": "A"})
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [each["line"] for each in found] == [1, 2, 3, 4] and [each["text"] for each in found] == ["A", "b", "C", "d"]
+    assert batch.Answers(out, "in.jsonl", lines).missing == []
 
 
 def test_a_file_is_not_its_own_answers(kv_here: KvHere, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -223,7 +223,6 @@ def similar(name: str) -> list[Recipe]:
     return sorted(found.values(), key=lambda recipe: bool(recipe.problem))
 
 
-@functools.cache
 def _by_spelling() -> dict[str, Recipe]:
     recipes = load_recipes().values()
     return {_spelling(name): recipe for recipe in recipes for name in (recipe.name, *recipe.aliases)}
