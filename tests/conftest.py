@@ -97,6 +97,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_logfinish() -> None:
     if _frozen:
         _frozen.clear()
+        gc.collect()
         _freeze()
 
 

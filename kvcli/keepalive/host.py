@@ -92,7 +92,7 @@ class Host:
         from kvcli.cli import main
         from kvcli.runtime.hub import modelfiles
 
-        with suppress(KVError, OSError):  # its file is known
+        with suppress(KVError, OSError):  # so recipes are read, and modules imported, before commands are forked
             modelfiles.find_model(self.wanted.load.model, offline=True)
         main.prepare(("run", "chat"))
         if self.loaded.text.template is None:

@@ -179,8 +179,7 @@ def test_same_bits_again():
     assert first is not None and second is not None and torch.equal(first, second)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 4, 5, 34, 37, 68, 73])
+@pytest.mark.parametrize("parts", [1, 4, 5, 34, 37, 68, 72])
 def test_merging_so_many_parts(parts: int) -> None:
     """Also a few more than a power of two; where nothing was seen results may be anything."""
     dim, heads = 64, 3
@@ -197,6 +196,7 @@ def test_merging_so_many_parts(parts: int) -> None:
     assert found is not None and error(found.view(heads, dim).cpu(), expected.float()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", [("int8", "int8"), ("f16", "f16")])
 @pytest.mark.parametrize(("dims", "heads"), [((64, 64), 2), ((64, 96), 2), ((72, 72), 4)])
 @pytest.mark.parametrize("keep", [False, True])

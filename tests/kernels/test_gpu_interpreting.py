@@ -16,11 +16,11 @@ from triton.runtime import interpreter
 if gpucases.DEVICE != "cpu":
     pytest.skip("nothing is interpreted here", allow_module_level=True)
 
-from interpreting import OPERATORS, operator
+from interpreting import OPERATORS, operator, where
 
 TYPES = {
-    "int1": np.bool_, "uint8": np.uint8, "int32": np.int32, "uint32": np.uint32, "int64": np.int64, "fp16": np.float16,
-    "fp32": np.float32,
+    "int1": np.bool_, "int8": np.int8, "uint8": np.uint8, "int16": np.int16, "int32": np.int32, "uint32": np.uint32,
+    "int64": np.int64, "uint64": np.uint64, "fp16": np.float16, "fp32": np.float32, "fp64": np.float64,
 }  # fmt: skip
 NAMED = {name: tl.core.dtype(name) for name in TYPES}
 NUMBERS = (0, 1, 3, -1, 200, 1 << 33, 0.5, -0.0, float("inf"), float("nan"), True)
@@ -100,3 +100,27 @@ def test_operators(name: str, patched: None) -> None:
             assert found == outcome(itself, *pair), (name, pair)
             compared += not slow
     assert compared > 10
+
+
+@pytest.mark.filterwarnings("ignore:tl.where with a non-boolean")
+@pytest.mark.filterwarnings("ignore:Value .* exceeds the maximum bitwidth")
+def test_where(patched: None) -> None:
+    semantic = tl.semantic.TritonSemantic(interpreter.interpreter_builder)
+    asked = list[Any]()
+
+    def itself(*operands: Any) -> Any:
+        asked.append(operands)
+        return tl.core.where.__wrapped__(*operands, _semantic=semantic)
+
+    hastened = where(itself)
+    compared = 0
+    for kind in TYPES:
+        pairs = [(made(kind, *a), made(other, *b)) for other in TYPES for a, b in SHAPES]
+        pairs += [pair for n in NUMBERS for pair in ((made(kind, 4, 8), n), (n, made(kind, 8)))]
+        for x, y in pairs:
+            for condition in (made("int1", 8), made("int1"), made("int32", 8)):
+                asked.clear()
+                found, slow = outcome(hastened, condition, x, y), bool(asked)
+                assert found == outcome(itself, condition, x, y), (condition, x, y)
+                compared += not slow
+    assert compared > 100

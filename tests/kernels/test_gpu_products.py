@@ -120,8 +120,11 @@ def test_expanding_is_exact(type_):
 
 
 @pytest.mark.parametrize(("paired", "rows"), [(True, (96, 96)), (False, (96, 64))])
-def test_rows_are_dealt_out_among_programs(paired: bool, rows: tuple[int, int]) -> None:
+def test_rows_are_dealt_out_among_programs(
+    paired: bool, rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What programs read first stands side by side, then what they read next, of every array."""
+    monkeypatch.setattr(formats, "REPACK_BYTES", 1)  # in slices of 32 rows
     cols = 512
     parts = tuple(packed("Q6_K", n, cols, i) for i, n in enumerate(rows))
     each = formats.dealt(parts, paired)
@@ -130,6 +133,10 @@ def test_rows_are_dealt_out_among_programs(paired: bool, rows: tuple[int, int]) 
     for stands, order in zip(found.arrays, plain.arrays, strict=True):
         turns = order.unflatten(0, (-1, each // formats.TURN, formats.TURN)).transpose(0, 1)
         assert torch.equal(stands, turns.flatten(0, 2))
+    ids = torch.tensor([95, 0, 33, 63, 64, 0], device=DEVICE)
+    for n, first, picked in ((plain.rows, 0, None), (plain.rows - 60, 60, None), (len(ids), 0, ids)):
+        here, there = (expand.rows(m, torch.zeros(n, cols, device=DEVICE), first, picked) for m in (plain, found))
+        assert torch.equal(here, there)
     assert formats.dealt((packed("F16", 96, cols),), False) == 0
     assert formats.dealt((packed("Q6_K", 80, cols),), False) == 0  # not whole programs
     assert formats.dealt((packed("Q6_K", 512, 256),), False) == 0  # of few columns

@@ -118,8 +118,7 @@ class Change:
 class DeviceMatrix:
     """A matrix [rows, cols] on a GPU. `paired`: rows alternate in runs of 32, gates then what they gate.
 
-    `dealt`: rows of a program of its products with one vector, if they are dealt out (see `codes.stored`); 0 = rows
-    stand in order.
+    `dealt`: of how many rows each the turns are dealt out (see `codes.stored`); 0 = rows stand in order.
     """
 
     format: Form
@@ -157,8 +156,8 @@ class DeviceMatrix:
 
 
 def dealt(parts: tuple[QuantTensor, ...], paired: bool) -> int:
-    """Rows among which those of such matrices are dealt out: of a program that has gates, or a part of the residual
-    stream (matrices with more columns than rows make that); 0 = they are not."""
+    """Of how many rows each the turns of such matrices are dealt out: as many as a program has of gates, or of a second
+    feed-forward matrix and others with more columns than rows; 0 = rows stand in order."""
     rows = sum(p.rows for p in parts)
     if FORMS[parts[0].type].kind == PLAIN or any(p.rows % GROUP for p in parts):
         return 0

@@ -150,9 +150,10 @@ class LoadedModel:
         """What the options come to in the memory there is. Raises UsageError, ModelError for a draft model that cannot
         be one, and DoesNotFit."""
         kind = self.device.kind
-        weights = self.opened.weight_bytes(kind, interleaved)
         if self.adapters:
             weights = weights_of_tensors(self.file.tensors, self.config, kind, self.adapters, interleaved)
+        else:
+            weights = self.opened.weight_bytes(kind, interleaved)
         budget = engine_budget(load.memory_limit, kind, self.device.index, self.opened.cards)
         if load.mtp and draft is not None:
             raise UsageError("`mtp` and `draft` cannot be used together", "leave one of them out")
