@@ -25,6 +25,7 @@ TYPES = {
 NAMED = {name: tl.core.dtype(name) for name in TYPES}
 NUMBERS = (0, 1, 3, -1, 200, 1 << 33, 0.5, -0.0, float("inf"), float("nan"), True)
 MEMBERS = {name: vars(tl.core.tensor)[name].__wrapped__ for name in OPERATORS}  # before anything is patched
+WHERE = tl.core.where.__wrapped__
 
 
 @triton.jit
@@ -110,7 +111,7 @@ def test_where(patched: None) -> None:
 
     def itself(*operands: Any) -> Any:
         asked.append(operands)
-        return tl.core.where.__wrapped__(*operands, _semantic=semantic)
+        return WHERE(*operands, _semantic=semantic)
 
     hastened = where(itself)
     compared = 0
