@@ -10,6 +10,9 @@ import pytest
 import tiny
 from conftest import KvHere
 
+from kvcli.cli import cachefiles
+from kvcli.runtime.promptcache.sameness import evict_options
+
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
 RUN = ("--raw", "--no-stdin", "--temp", "0", "--ignore-eos", "--page-size", "16", "-t", "1", "--no-cache")
 
@@ -92,3 +95,81 @@ def test_a_built_cache_has_the_rows_that_stay(kv_here: KvHere, model: tuple[str,
     code, out, _ = kv_here("cache", "show", str(file))
     assert code == 0 and "kvzip" in out
     assert "selected" in kv_here("cache", "verify", str(file), "--recompute", "1", *model)[2]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("", "--evict snapkv --budget 82"),
+        ("", "--evict sink --window 32"),
+        ("--evict sink --window 32", ""),
+        ("--evict random --budget 60", "--evict kvzip --budget 60"),
+        ("--evict kvzip --budget 60", "--evict kvzip --budget 70"),
+        ("--evict kvzip --budget 60", ""),
+    ],
+)
+def test_a_file_of_another_policy_is_refused_unless_forced(
+    kv_here: KvHere, model: tuple[str, ...], tmp_path: Path, first: str, then: str
+) -> None:
+    file = tmp_path / "a.kv"
+    build = ("cache", "build", *model, "--page-size", "16", "-c", "1k", "--raw", "--no-stdin", "-o", str(file))
+    code, _, err = kv_here(*build, *first.split(), TEXT * 2)
+    assert code == 0, err
+    made = file.read_bytes()
+    code, out, err = kv_here(*build, *then.split(), TEXT * 2)
+    assert (code, out) == (6, "") and file.read_bytes() == made
+    asked, there = then or "--evict none", first or "--evict none"
+    assert f"it was made with {there}" in err and f"this run has {asked}" in err and "--force replaces it" in err
+    code, _, err = kv_here(*build, *then.split(), "--force", TEXT * 2)
+    assert code == 0 and file.read_bytes() != made, err
+    eviction = evict_options(cachefiles.describe(file).contents.identity["eviction"])
+    assert (f"--evict {eviction.policy}" in then) == bool(then) and eviction.budget in then
+    assert kv_here(*build, *then.split(), TEXT * 2)[0] == 0  # again with the same is no other
+
+
+def test_a_file_of_the_beginning_becomes_one_of_selected_rows(
+    kv_here: KvHere, model: tuple[str, ...], tmp_path: Path
+) -> None:
+    """An interrupted `kv cache build` leaves one."""
+    file = tmp_path / "a.kv"
+    build = ("cache", "build", *model, "--page-size", "16", "-c", "1k", "--raw", "--no-stdin", "-o", str(file))
+    assert kv_here(*build, TEXT.strip())[0] == 0
+    code, _, err = kv_here(*build, "--evict", "tova", "--budget", "82", TEXT * 2)
+    assert code == 0, err
+    assert cachefiles.describe(file).contents.identity["eviction"] == "select tova 82"
+    few = ("--evict", "random", "--budget", "900", "--force")  # nothing goes
+    for again in (few, few[:-1]):
+        code, _, err = kv_here(*build, *again, TEXT)
+        assert code == 0, err
+
+
+def test_rows_of_an_answer_that_are_not_kept_are_told(kv_here: KvHere, model: tuple[str, ...], tmp_path: Path) -> None:
+    """Those of the prompt are written as without --prompt-cache-all."""
+    file, evict = tmp_path / "a.kv", ("--evict", "snapkv", "--budget", "82")
+    run = ("run", *RUN, *model, "-n", "4", "-c", "1k", "--prompt-cache", str(file), "--prompt-cache-all")
+    code, _, err = kv_here(*run, *evict, TEXT * 2)
+    assert code == 0 and f"rows of the answer are not written into {file}: they stand behind rows" in err
+    made = cachefiles.describe(file).contents
+    assert made.identity["eviction"] == "none" and len(made.tokens) > 100
+    code, out, err = kv_here(*run, *evict[:-1], "900", "--json", f"{TEXT * 2} Next")  # nothing goes
+    assert code == 0 and "not written" not in err
+    assert json.loads(out)["usage"]["cache_disk_tokens"] > 80
+    assert len(cachefiles.describe(file).contents.tokens) > len(made.tokens) + 3
+
+
+def test_selected_rows_of_a_file_serve_a_chat_with_any_question(
+    kv_here: KvHere, model: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A file that is built without a question has no token of the template behind the text."""
+    template, text, file = tmp_path / "t.jinja", tmp_path / "doc.txt", tmp_path / "a.kv"
+    template.write_text("User: {{ messages[0].content }} So the answer")
+    text.write_text(TEXT * 2)
+    asked = (*model, "--no-raw", "--no-stdin", "--chat-template", str(template), "-c", "1k", "--page-size", "16")
+    asked = (*asked, "--evict", "kvzip", "--budget", "60", "-f", str(text))
+    code, out, err = kv_here("cache", "build", *asked, "-o", str(file), "--json")
+    assert code == 0, err
+    built = json.loads(out)["usage"]["prompt_tokens"]
+    for question in ("Who signed it?", "2 + 2"):
+        run = ("run", *asked, "--prompt-cache", str(file), "-n", "2", "--temp", "0", "--no-cache", "--json", question)
+        code, out, err = kv_here(*run)
+        assert code == 0 and json.loads(out)["usage"]["cache_disk_tokens"] == built > 100, err

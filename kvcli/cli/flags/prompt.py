@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     _Rendered = tuple[list[tuple[str, bool]], Thinking | None]
 
 _option = partial(typer.Option, rich_help_panel=PROMPT)
+_ASKED = "Who?", "1", '"'  # of three kinds: what follows a text may change its last token
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ class Question:
     def ids(self, model: ModelText) -> list[int]:
         """Token ids of the whole prompt. Raises TemplateError."""
         return model.tokenizer.encode_segments(self.segments(model, self.prompt), add_bos=True)
+
+    def shared(self, model: ModelText, ids: list[int]) -> list[int]:
+        """The first of these ids, those of the prompt, that are also of prompts with a question behind its text."""
+        for asked in _ASKED:
+            other = self.segments(model, f"{self.prompt}\n\n{asked}")
+            ids = ids[: common_length(ids, model.tokenizer.encode_segments(other, add_bos=True))]
+        return ids
 
     def text(self, model: ModelText, ids: list[int]) -> tuple[int, int]:
         """Which of these ids, [start, end), are what the user wrote, and not template or system message."""

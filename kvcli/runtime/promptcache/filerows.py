@@ -25,7 +25,7 @@ from kvcli.runtime.promptcache.pagefiles import read_page, take_rows, take_selec
 from kvcli.runtime.promptcache.prefixpages import common_length, longest, needed
 from kvcli.runtime.promptcache.rowconversion import blocked, move, named
 from kvcli.runtime.promptcache.rowsettings import differences, pair, sentence
-from kvcli.runtime.promptcache.sameness import same_rows, selected_by
+from kvcli.runtime.promptcache.sameness import ALL, same_rows, selected_by, unevicted
 from kvcli.runtime.promptcache.store import discard
 from kvcli.runtime.promptcache.userfile import UserFile
 
@@ -44,6 +44,8 @@ class FileRows:
         layout = self.engine.pool.layout
         try:
             with user.open(self.engine.identity()) as file:
+                if self.keeper.options.selected:
+                    self._check_policy(file, prompt)
                 if selected_by(file.contents.identity):
                     return self._selected(file, user, seq, prompt[:-1], reuse)
                 if user.converts and self.keeper.options.strict:
@@ -97,6 +99,21 @@ class FileRows:
             return self.missed(reuse, f"{why}; selected rows are of use behind all of them only")
         length = take_selected(seq, file)
         return Reuse(length, length, how=f"selected by {contents.identity['eviction'].removeprefix('select ')}")
+
+    def _check_policy(self, file: PromptCacheFile, prompt: list[int]) -> None:
+        """Raises CacheFileError for a file that would have other rows if it were built of this prompt: those of another
+        policy or budget. One of all rows of the prompt's beginning is gone on from."""
+        contents, layout, here = file.contents, self.engine.pool.layout, self.engine.identity()
+        own, n = layout.selection.identity if layout.selection else here["eviction"], len(prompt)
+        if layout.selection:
+            whole = layout.selection.stays(n) >= n
+        else:
+            whole = layout.retention is None or not layout.retention.gap(n - 1)
+        theirs, held = contents.identity.get("eviction", "none"), contents.tokens
+        begins = common_length(held, prompt) == len(held) < n and unevicted(here) >= len(held)
+        if theirs == own or (theirs == "none" and (whole or begins)):
+            return
+        raise foreign(file.path, sentence(differences(contents.identity, {**here, "eviction": own}, ALL)))
 
     def _made_otherwise(self, file: PromptCacheFile) -> str:
         """Why rows of a file may have other last bits than those that this engine computes; "" = they have the same."""

@@ -76,6 +76,7 @@ class PromptLedger(Ledger):
         self.reading: Reading | None = None  # what was read from there
         self.alone = True  # nothing else was computed until the prompt was
         self.done = False
+        self._prefill_s = 0.0  # what the prompt took
         self._began = self._last_part = time.monotonic()
 
     def found(self, kept: list[Kept]) -> None:
@@ -168,7 +169,7 @@ class PromptLedger(Ledger):
 
     def prefilled(self, seq: Sequence, seconds: float) -> None:
         """All of the prompt's rows are there, after `seconds`."""
-        keeper, options = self.keeper, self.keeper.options
+        keeper, options, self._prefill_s = self.keeper, self.keeper.options, seconds
         if seq.selected:  # when the rows before these were read
             return
         if self.tree is not None:
@@ -181,7 +182,7 @@ class PromptLedger(Ledger):
             keeper.lookups.looked_up(self.trail.end, *found)
         if self._stores(seq, seq.length):
             self.to_store(seq, seconds)
-        later = options.save_answer or (options.selected and seq.selector is not None)
+        later = options.save_answer if seq.selector is None else options.selected
         if keeper.file is not None and not later and options.chat is None:
             self.to_file(seq, seconds)
 
@@ -192,8 +193,12 @@ class PromptLedger(Ledger):
             self.tree.insert(seq)
         told = seq.shares or seq.exact is not None
         selects = options.selected and seq.selector is not None
-        if keeper.file is not None and options.chat is None and (selects or (options.save_answer and told)):
-            self.to_file(seq, 0.0)
+        if keeper.file is not None and options.chat is None:
+            if selects or (options.save_answer and told):
+                self.to_file(seq, self._prefill_s)
+            elif options.save_answer:
+                lossy = "they stand behind rows that were selected by score"
+                keeper.tell.warn(f"rows of the answer are not written into {keeper.file.path}: {lossy}")
         if options.awaited:
             keeper.wait()
         keeper.writer.pump()

@@ -27,6 +27,7 @@ from kvcli.runtime.cache import eviction
 from kvcli.runtime.promptcache.file import PromptCacheFile
 from kvcli.words import counted
 
+REPLACES = "--force replaces it; or name another file"
 NOT_KEPT = "it goes by what all queries before have looked at, which a file does not have"
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def build(
     template: TemplateFlags,
     out: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="The file to create.")] = None,
     mark: CacheMarks = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace a prompt cache that holds another prompt.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace one of another prompt or setting.")] = False,
     chunks: Annotated[
         bool,
         typer.Option("--chunks", help="Store each file of -f by itself, for kv run --chunks; no -o, no other text."),
@@ -80,6 +81,8 @@ def build(
             raise typer.Exit(interrupts.code)
         loaded.terms.check_text(len(question.prompt), loaded.text.tokenizer.longest)
         ids = question.ids(loaded.text)
+        if scorer and instruction is None and prompt.prompt is None:  # rows are of use behind all of the file's ids
+            ids = question.shared(loaded.text, ids)
         if len(ids) < cache_options.page_size:
             raise UsageError(
                 f"the prompt has {counted(len(ids), 'token')}: less than a page of {cache_options.page_size} is"
@@ -96,14 +99,17 @@ def build(
         with closing(engine.prompt_caches(kept, render.telling(invocation))) as caches:
             interrupts.stage = UNWIND
             job = Job(model.model, options, NoSink(invocation), interrupts, caches, marks=marks, told=invocation.told)
-            result = answer(engine, engine.new_sequence(), ids, job)
+            try:
+                result = answer(engine, engine.new_sequence(), ids, job)
+            except CacheFileError as error:
+                if error.foreign:
+                    error.hint = REPLACES
+                raise
     if not file.is_file():
         raise OutputError(f"{file} was not made", _why(result.end.unwritten, json))
     with PromptCacheFile(file) as made:
         if made.contents.tokens[: len(ids)] != ids:
-            raise CacheFileError(
-                f"{file} holds another prompt and is left as it is", "--force replaces it; or name another file"
-            )
+            raise CacheFileError(f"{file} holds another prompt and is left as it is", REPLACES)
     if result.end.unwritten:
         raise CacheFileError(f"{file} is left as it is", _why(result.end.unwritten, json))
     if json:
