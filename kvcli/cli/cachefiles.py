@@ -132,7 +132,8 @@ class Described:
             values = {"page": (o.page_size, CacheOptions.page_size), "sink": (o.sinks, CacheOptions.sinks)}
             values["tail"] = o.tail, CacheOptions.tail
             found += [f"{name} {value}" for name, (value, default) in values.items() if value != default]
-            found += [f"evict {o.evict.keep}+{o.evict.window}"] if o.evict.policy != "none" else []
+            stays = f"{o.evict.policy} {o.evict.budget}" if o.evict.budget else f"{o.evict.keep}+{o.evict.window}"
+            found += [f"evict {stays}"] if o.evict.policy != "none" else []
         found += [f"scope {self.scope}"] if self.scope else []
         found += ["exact"] if self.exact else []
         device = self.identity.get("computed_on", "").split(" ")[0]

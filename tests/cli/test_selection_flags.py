@@ -79,7 +79,7 @@ def test_a_built_cache_has_the_rows_that_stay(kv_here: KvHere, model: tuple[str,
     """`kv run` goes on from them with the same options alone, and leaves the file as it is."""
     file, evict = tmp_path / "a.kv", ("--evict", "kvzip", "--budget", "60", "--page-size", "16", "-c", "1k")
     built = kv_here("cache", "build", *model, *evict, "--raw", "--no-stdin", "-o", str(file), "--json", TEXT * 2)
-    assert built[0] == 0, built[2]
+    assert built[0] == 0 and re.search(r"kvzip: \d+ of \d+ rows stay, with a budget of 60", built[2]), built[2]
     kv = json.loads(built[1])["kv"]
     assert kv["evicted_tokens"] > 50 and not kv["lossless"]
     before = file.read_bytes()
@@ -93,7 +93,16 @@ def test_a_built_cache_has_the_rows_that_stay(kv_here: KvHere, model: tuple[str,
     assert code == 6 and "it was made with --evict kvzip --budget 60, this run has --evict none" in err
     assert file.read_bytes() == before
     code, out, _ = kv_here("cache", "show", str(file))
-    assert code == 0 and "kvzip" in out
+    assert code == 0 and "f16 page 16 evict kvzip 60" in out
+    end = json.loads(built[1])["usage"]["prompt_tokens"]
+    assert f"at {end}\n" in out and not re.search(r"prefill s +0\.000\n", out)
+    explain = ("cache", "explain", str(file), *model, "--raw", "--no-stdin")
+    assert f"reused   {end} tokens" in kv_here(*explain, f"{TEXT * 2} Next")[1]
+    for other in (TEXT * 2, f"{TEXT} Next"):
+        out = kv_here(*explain, other)[1]
+        assert "reused   0 tokens" in out and "selected by score" in out
+    head = kv_here("cache", "show", str(file), "--mass")[1].splitlines()[0]
+    assert head.endswith("where nothing is evicted; the file has the rows that --evict kvzip --budget 60 left")
     assert "selected" in kv_here("cache", "verify", str(file), "--recompute", "1", *model)[2]
 
 

@@ -15,7 +15,7 @@ from kvcli.runtime.cache.layout import GroupLayout, KVLayout, PageKey
 from kvcli.runtime.config import LayerConfig
 from kvcli.runtime.promptcache.file import Contents
 from kvcli.runtime.promptcache.rowsettings import cache_options
-from kvcli.runtime.promptcache.sameness import APART, VALUES
+from kvcli.runtime.promptcache.sameness import APART, VALUES, selected_by
 
 _LAYER = {field.name for field in fields(LayerConfig)} - {"rope", "temperature"}  # which no size depends on
 
@@ -39,7 +39,10 @@ def layout_of(identity: Mapping[str, str]) -> KVLayout:
 
 def starts(contents: Contents) -> list[tuple[int, int]]:
     """Stretches of tokens behind which a prompt can go on, (first, last): at the ends of pages, and behind the last
-    token. What other files have of the tokens before this one is taken to be there. Raises ValueError."""
+    token; where rows were selected by score, there alone. What other files have of the tokens before this one is taken
+    to be there. Raises ValueError."""
+    if selected_by(contents.identity):
+        return [(contents.end, contents.end)]
     layout, size = layout_of(contents.identity), int(contents.identity["page_size"])
     held, kept = [_numbers(layout, group, contents) for group in range(len(layout.groups))], set(contents.pages)
     found: list[tuple[int, int]] = []

@@ -112,6 +112,8 @@ def build(
             raise CacheFileError(f"{file} holds another prompt and is left as it is", REPLACES)
     if result.end.unwritten:
         raise CacheFileError(f"{file} is left as it is", _why(result.end.unwritten, json))
+    for loss in result.losses:
+        render.warn(loss, invocation)
     if json:
         size = file.stat().st_size
         render.print_json("cache build", {**report.result_object(result), "path": str(file), "size_bytes": size})

@@ -9,6 +9,7 @@ from kvcli.cli.wording import as_flags
 from kvcli.errors import CacheFileError, CheckFailed
 from kvcli.options import CacheOptions
 from kvcli.runtime.promptcache.rowsettings import cache_options, differences, sentence
+from kvcli.runtime.promptcache.sameness import selected_by
 from kvcli.words import counted
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Agreement:
     """How far a cache of tokens [first_token, end_token) agrees with a prompt.
 
     `made_with`: why this model cannot use it. `reused_tokens`: None = that depends on the files that it goes on
-    from. `cache` and `prompt`: the place where they part.
+    from. `cache` and `prompt`: the place where they part. `selected`: its rows were, and serve what goes on from all of
+    its tokens.
     """
 
     first_token: int
@@ -64,9 +66,11 @@ class Agreement:
     reused_tokens: int | None = None
     cache: Place | None = None
     prompt: Place | None = None
+    selected: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"parts_at": self.first_token + self.common_tokens if self.cache else None}
+        values = {name: value for name, value in asdict(self).items() if name != "selected"}
+        return values | {"parts_at": self.first_token + self.common_tokens if self.cache else None}
 
     def __str__(self) -> str:
         if self.made_with:
@@ -80,6 +84,8 @@ class Agreement:
         if self.reused_tokens is not None:
             rest = self.prompt_tokens - self.reused_tokens
             lines.append(f"reused   {counted(self.reused_tokens, 'token')}, {rest:,} to prefill")
+        if self.selected and not self.reused_tokens:
+            lines.append("its rows were selected by score, which are of use behind all of its tokens only")
         if self.cache and self.prompt:
             lines.append(f"they part at token {self.first_token + common:,}")
             lines += [f"  cache   {self.cache}", f"  prompt  {self.prompt}"]
@@ -100,8 +106,10 @@ def agreement(contents: Contents, prompt: list[int], engine: Engine) -> Agreemen
         return Agreement(*found, made_with=differing)
     asked, held = prompt[start:], contents.tokens
     shared = common_length(asked, held)
-    reused = None
-    if not start:
+    reused, selected = None, bool(selected_by(contents.identity))
+    if selected:
+        reused = shared if shared == len(held) < len(prompt) else 0
+    elif not start:
         usable = longest(engine.layout, min(shared, len(prompt) - 1), dict.fromkeys(contents.pages, shared))
         reused = usable if usable >= size else 0  # less than a page is not read
     places: list[Place | None] = [None, None]
@@ -111,7 +119,7 @@ def agreement(contents: Contents, prompt: list[int], engine: Engine) -> Agreemen
             Place(decode(ids[around]), decode([ids[shared]]), decode(ids[shared : shared + AROUND]))
             for ids in (held, asked)
         ]
-    return Agreement(*found, None, shared, reused, *places)
+    return Agreement(*found, None, shared, reused, places[0], places[1], selected)
 
 
 def recompute(engine: Engine, file: PromptCacheFile, pages: int, tol: float) -> Difference:
