@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvcli.cli.interrupt import FINISH, Interrupts
+from kvcli.cli.outcome import CacheFacts, MemoryFacts, Result
 from kvcli.cli.overflow import Cut
-from kvcli.cli.report import CacheFacts, MemoryFacts, Result, logprobs_object
+from kvcli.cli.report import logprobs_object
 from kvcli.cli.sinks import Sink
 from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.verification import verify
@@ -90,10 +91,10 @@ def result_of(engine: Engine, sequence: Rows, job: Job, parts: list[Token], end:
     reasoning = "".join(part.reasoning for part in parts) + end.reasoning
     told = [logprobs_object(part.logprobs) for part in parts if part.logprobs is not None]
     logprobs = None if job.sampling.logprobs is None else told
-    facts = cache_facts(engine, sequence), job.sampling, list(job.told), memory, None, job.cut
+    facts = cache_facts(engine, sequence), job.sampling, list(job.told), job.model, memory
     told_of_calls = [*(each for part in parts for each in part.calls), *end.calls]
     calls = None if job.tools is None else ToolCalls.of(told_of_calls)
-    return Result(job.model, text, end, *facts, reasoning=reasoning, logprobs=logprobs, calls=calls)
+    return Result(text, end, *facts, cut=job.cut, reasoning=reasoning, logprobs=logprobs, calls=calls)
 
 
 def cache_facts(engine: Engine, sequence: Rows) -> CacheFacts:

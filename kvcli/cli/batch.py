@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from kvcli import paths
 from kvcli.cli import engines, inputs, jsonobjects, keeping, render
-from kvcli.cli.answer import settle
+from kvcli.cli.answer import cache_facts, settle
 from kvcli.cli.batchlines import SHAPE, Form, Line, value_id
 from kvcli.cli.interrupt import FINISH, Interrupts
 from kvcli.cli.invocation import Invocation
-from kvcli.cli.report import end_objects, sampling_object
+from kvcli.cli.outcome import Outcome
+from kvcli.cli.report import cache_objects, end_objects, sampling_object
 from kvcli.cli.streams import say, writing_to
 from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
@@ -170,20 +171,28 @@ class _Asked:
         elif isinstance(event, End):
             self.end = event
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """What comes out, once it has ended."""
+    def outcome(self, engine: Engine) -> Outcome | None:
+        """The answer, once it has ended; None = there is none."""
         if self.end is None:
+            return None
+        text, cache = "".join(self.parts) + self.end.text, cache_facts(engine, self.request.seq)
+        return Outcome(text, self.end, cache, self.request.options, [])
+
+    def told(self, outcome: Outcome | None) -> dict[str, Any]:
+        """What comes out."""
+        if outcome is None:
             assert self.request.error is not None
             return _error(self.line.id, self.request.error)
         return {
             "id": self.line.id,
-            "text": "".join(self.parts) + self.end.text,
-            "reasoning": "".join(self.thoughts) + self.end.reasoning or None,
-            "finish_reason": self.end.finish_reason,
-            "stop": self.end.stop,
-            **end_objects(self.end),
-            "sampling": sampling_object(self.request.options),
+            "text": outcome.text,
+            "reasoning": "".join(self.thoughts) + outcome.end.reasoning or None,
+            "finish_reason": outcome.end.finish_reason,
+            "stop": outcome.end.stop,
+            **end_objects(outcome.end),
+            **cache_objects(outcome),
+            "sampling": sampling_object(outcome.params),
+            "warnings": outcome.warnings,
         }
 
 
@@ -260,6 +269,7 @@ def _answer(
 
     scheduler, asked = Scheduler(engine, parallel), dict[int, _Asked]()  # by request
     left, began, made, tokens = iter(answers.missing), time.perf_counter(), 0, 0
+    lossy = dict[int, str]()  # by line
     interrupts.stage = FINISH
     with render.Progress(invocation, unit="lines") as progress:
         while not interrupts.cancelled():
@@ -278,7 +288,10 @@ def _answer(
                 for event in events:
                     one.take(event)
                 if request.finished:
-                    answers.put(one.number, asked.pop(id(request)).answer)
+                    outcome = asked.pop(id(request)).outcome(engine)
+                    answers.put(one.number, one.told(outcome))
+                    if outcome and outcome.losses:
+                        lossy[one.number] = outcome.losses[0]
                     made += 1
                     tokens += len(request.history) - request.n_prompt
                     request.seq.close()
@@ -286,6 +299,10 @@ def _answer(
     for one in asked.values():
         one.request.abandon()
         one.request.seq.close()
+    if lossy:
+        first = min(lossy)
+        told = f"{len(lossy):,} of {counted(made, 'line')} lossy, the first one line {first:,} ({lossy[first]})"
+        render.warn(f"{told}: see warnings in {answers.name}", invocation)
     if stats:
         took = time.perf_counter() - began
         render.aside(

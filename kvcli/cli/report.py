@@ -5,146 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from kvcli.cli.invocation import Invocation
-from kvcli.cli.jsonobjects import is_json
+from kvcli.cli.outcome import Outcome, Result
 from kvcli.cli.overflow import Cut
 from kvcli.cli.render import is_terminal
-from kvcli.cli.toolcalls import ToolCalls
-from kvcli.cli.verification import Verification, as_json
+from kvcli.cli.verification import as_json
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns
-from kvcli.errors import KVError
-from kvcli.options import FORGET_NOTHING, READ_ALL, AttendOptions, EvictOptions, SampleOptions
+from kvcli.options import FORGET_NOTHING, AttendOptions, EvictOptions, SampleOptions
 from kvcli.runtime.cache.eviction import Retention
 from kvcli.runtime.engine.events import End, Logprob, Logprobs, Usage
 from kvcli.runtime.host.processmemory import peak_bytes
 from kvcli.runtime.promptcache.marks import Breakpoint, MovedChunk
 from kvcli.words import counted, human_bytes, human_seconds
 
-CUT_FORM = "stop: the limit of -n; the answer is not whole, a larger -n lets it end"
 BRIEF = 80  # columns that the line of statistics is made for where a terminal has less
-
-
-@dataclass(frozen=True)
-class CacheFacts:
-    """The cache of one sequence. `nbytes` is what its pages take, `limit` the context size in tokens. `tail`, `sinks`:
-    pages that stay in 16 bits. `evict`: as asked for.
-
-    `tokens` are in the cache, `evicted` no longer; `retention`: what stays, None = everything until it is full.
-    `page_utilization`: the share of the pages that is rows of use; None = there are none. `contiguous_bytes`: what a
-    cache without pages would take for the whole context.
-    """
-
-    type_k: str
-    type_v: str
-    page_size: int
-    pages: int
-    nbytes: int
-    tokens: int
-    limit: int
-    tail: int
-    sinks: int
-    evict: EvictOptions
-    evicted: int = 0
-    retention: Retention | None = None
-    page_utilization: float | None = None
-    contiguous_bytes: int = 0
-    attend: AttendOptions = READ_ALL
-
-    @property
-    def room(self) -> str:
-        """How many tokens may come until something happens."""
-        if self.evict.budget:
-            return f"{self.evicted:,} evicted by {self.evict.policy}, budget {self.evict.budget}"
-        if self.retention is None:
-            return f"{self.limit - self.tokens:,} until full"
-        last = self.tokens + self.evicted - 1
-        return f"{self.evicted:,} evicted, {self.retention.until_next(max(0, last)):,} until the next eviction"
-
-    @property
-    def types(self) -> str:
-        return self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
-
-    @property
-    def use(self) -> str:
-        """How much of the pages is rows, and what a cache without pages would take."""
-        whole = f"{human_bytes(self.contiguous_bytes)} without pages"
-        return whole if self.page_utilization is None else f"{100 * self.page_utilization:.1f} % of it in use, {whole}"
-
-    def __str__(self) -> str:
-        reads = f", {as_flags(self.attend.named)}" if self.attend.named else ""
-        return f"KV {self.types} {self.tokens:,}/{self.limit:,} tok ({self.room}) {human_bytes(self.nbytes)}{reads}"
-
-
-@dataclass(frozen=True)
-class MemoryFacts:
-    """Bytes that the plan says: of the whole process for the tokens now in the cache, and for a full context."""
-
-    predicted: int
-    full_context: int
-
-
-@dataclass(frozen=True)
-class Result:
-    """One finished (or interrupted) answer and what it took."""
-
-    model: str
-    text: str
-    end: End
-    cache: CacheFacts
-    params: SampleOptions  # with every default filled in
-    told: list[str]
-    memory: MemoryFacts
-    verification: Verification | None = None  # with --verify-estimate
-    cut: Cut | None = None  # of the prompt, which was too long
-    error: KVError | None = None  # that the run ends with, although the answer is whole
-    reasoning: str = ""  # what the model thought before it
-    logprobs: list[dict[str, Any]] | None = None  # of each token, where they are asked for
-    calls: ToolCalls | None = None  # None = there were no tools to call
-
-    @property
-    def losses(self) -> list[str]:
-        """What of the text was no longer seen, of the prompt and of what came after it."""
-        kept, gone, evicted = self.cache.retention, self.end.prompt_evicted, self.cache.evicted
-        if self.cache.evict.budget and evicted:
-            of, budget = self.cache.tokens + evicted, self.cache.evict.budget
-            return [f"{self.cache.evict.policy}: {self.cache.tokens:,} of {of:,} rows stay, with a budget of {budget}"]
-        if kept is None:
-            return []
-        parts = (
-            ("before the answer began", kept.keep, gone, self.end.usage.prompt_tokens),
-            ("during the answer", kept.keep + gone, evicted - gone, self.cache.tokens + evicted),
-        )
-        return [
-            f"evicted {when}: tokens {first:,} to {first + count - 1:,} of {total:,}"
-            for when, first, count, total in parts
-            if count > 0
-        ]
-
-    @property
-    def ended_early(self) -> str:
-        """Why the answer is shorter than the model would have made it and nobody asked for that; "" = it is not."""
-        end, loop = self.end, self.end.loop
-        if end.finish_reason == "context":
-            return f"stop: context full ({self.cache.tokens:,}/{self.cache.limit:,})"
-        if end.finish_reason == "length" and self.params.unattended:
-            return f"stop: {len(end.ids):,} tokens, the limit where stdout is no terminal; -n sets another, -n -1 none"
-        if end.finish_reason == "length" and self.params.grammar and not is_json(self.text):
-            return CUT_FORM
-        if end.finish_reason == "repetition" and loop is not None:
-            return (
-                f"stop: the answer repeats itself ({loop.tokens} tokens, {loop.times} times the same {loop.period});"
-                " --repeat-penalty 1.1 makes that rarer, --no-loop-stop goes on"
-            )
-        return ""
-
-    @property
-    def warnings(self) -> list[str]:
-        """All that the user is told, however the result is shown."""
-        return [*self.told, *self.end.unwritten, *self.losses, *filter(None, [self.ended_early])]
 
 
 def wants_stats(asked: bool | None, invocation: Invocation) -> bool:
@@ -173,7 +50,8 @@ _ENDINGS = {
 def brief_stats(result: Result, width: int) -> str:
     """What most people want to know; what has no room in `width` columns is left out, the cache first."""
     usage, timings, cache = result.end.usage, result.end.timings, result.cache
-    reused = f" ({usage.cache_read_tokens:,} reused)" if usage.cache_read_tokens else ""
+    moved = ", moved, lossy" if any(each.copied for each in usage.chunks) else ""
+    reused = f" ({usage.cache_read_tokens:,} reused{moved})" if usage.cache_read_tokens else ""
     reads = f" ({as_flags(cache.attend.named)})" if cache.attend.named else ""
     parts = [
         f"prompt {usage.prompt_tokens:,}{reused} {timings.prefill_s:.2f} s",
@@ -257,7 +135,6 @@ def _choice(usage: Usage) -> str:
 
 def result_object(result: Result) -> dict[str, Any]:
     """The object that --json prints; all sizes in bytes, all times in seconds."""
-    cache = result.cache
     return {
         "model": result.model,
         "text": result.text,
@@ -268,6 +145,26 @@ def result_object(result: Result) -> dict[str, Any]:
         if (loop := result.end.loop)
         else None,
         **end_objects(result.end),
+        **cache_objects(result),
+        "prompt_cut": _cut_object(result.cut) if result.cut else None,
+        "memory": {
+            "predicted_bytes": result.memory.predicted,
+            "peak_bytes": peak_bytes(),
+            "full_context_bytes": result.memory.full_context,
+            **({"verification": as_json(result.verification)} if result.verification else {}),
+        },
+        "sampling": sampling_object(result.params),
+        "warnings": result.warnings,
+        **({"logprobs": result.logprobs} if result.logprobs is not None else {}),
+        **({"tool_calls": result.calls.whole} if result.calls is not None else {}),
+        **({"error": result.error.as_object()} if result.error else {}),
+    }
+
+
+def cache_objects(outcome: Outcome) -> dict[str, Any]:
+    """The cache of an answer, and what was lost of it."""
+    cache = outcome.cache
+    return {
         "kv": {
             "type_k": cache.type_k,
             "type_v": cache.type_v,
@@ -281,24 +178,12 @@ def result_object(result: Result) -> dict[str, Any]:
             "page_utilization": None if cache.page_utilization is None else round(cache.page_utilization, 6),
             "contiguous_bytes": cache.contiguous_bytes,
             "evicted_tokens": cache.evicted,
-            "lossless": not result.end.losses,
-            "losses": list(result.end.losses),
+            "lossless": not outcome.end.losses,
+            "losses": list(outcome.end.losses),
         },
         "evict": evict_object(cache.evict, cache.retention),
         **attend_object(cache.attend),
-        "prompt_evicted_tokens": result.end.prompt_evicted,
-        "prompt_cut": _cut_object(result.cut) if result.cut else None,
-        "memory": {
-            "predicted_bytes": result.memory.predicted,
-            "peak_bytes": peak_bytes(),
-            "full_context_bytes": result.memory.full_context,
-            **({"verification": as_json(result.verification)} if result.verification else {}),
-        },
-        "sampling": sampling_object(result.params),
-        "warnings": result.warnings,
-        **({"logprobs": result.logprobs} if result.logprobs is not None else {}),
-        **({"tool_calls": result.calls.whole} if result.calls is not None else {}),
-        **({"error": result.error.as_object()} if result.error else {}),
+        "prompt_evicted_tokens": outcome.end.prompt_evicted,
     }
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvcli.cli.answer import Job, result_of
 from kvcli.cli.interrupt import FINISH
-from kvcli.cli.report import MemoryFacts, Result
+from kvcli.cli.outcome import MemoryFacts, Result
+from kvcli.cli.report import prompt_stats
 from kvcli.cli.sinks import Sink
 from kvcli.errors import OutputError
 from kvcli.runtime.engine.events import End, Event, Prefill, Token
@@ -116,7 +117,10 @@ def summary(results: list[Result]) -> str:
     tokens = sum(len(end.ids) for end in ends)
     decoded, longest = sum(end.timings.decode_tokens for end in ends), max(end.timings.decode_s for end in ends)
     rate = f", {decoded / longest:,.0f} tok/s together" if longest > 0 else ""
+    read = f"{first.usage.prompt_tokens:,} prompt tokens"
+    if first.usage.cache_read_tokens:
+        read = f"a prompt, {prompt_stats(first)}"
     return (
-        f"{len(results)} answers to {first.usage.prompt_tokens:,} prompt tokens · {first.timings.prefill_s:.2f} s"
+        f"{len(results)} answers to {read} · {first.timings.prefill_s:.2f} s"
         f" | gen {tokens:,} tok{rate} | seed {results[0].params.seed}"
     )

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from kvcli.cli import jsonobjects
 from kvcli.cli.invocation import Invocation
+from kvcli.cli.outcome import Result
 from kvcli.cli.render import DIM, RESET, Progress, use_color
-from kvcli.cli.report import Result, logprobs_object, result_object, sampling_object
+from kvcli.cli.report import logprobs_object, result_object, sampling_object
 from kvcli.cli.streams import OutputFile, TextOut, is_terminal, neutralise, say, write_err
 from kvcli.cli.toolcalls import ToolCalls
 from kvcli.cli.wrapping import Wrapper, columns

@@ -22,7 +22,7 @@ from kvcli.cli.flags.template import TemplateFlags
 from kvcli.cli.flags.tools import ToolFlags
 from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
-from kvcli.cli.report import CUT_FORM
+from kvcli.cli.outcome import CUT_FORM
 from kvcli.cli.sinks import TextSink
 from kvcli.cli.streams import say, write_err
 from kvcli.cli.toolcalls import ToolCalls

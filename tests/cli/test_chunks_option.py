@@ -53,7 +53,10 @@ def test_what_was_built_serves_any_prompt_that_has_it(kv_here: KvHere, documents
     told = kv_here(
         "run", *MODEL, "--raw", "-n", "2", "-c", "1k", "--chunks", *documents, "--stats", "--no-stdin", "what?"
     )[2]
-    assert "2 of 2 documents moved, lossy" in told
+    assert "2 of 2 documents moved, lossy" in told and "warning: lossy: moved: chunks from row" in told
+    several = ("-n", "2", "-c", "1k", "--chunks", *documents, "-v", "--n-samples", "2", "--no-stdin", "what?")
+    told = kv_here("run", *MODEL, "--raw", *several)[2]
+    assert "2 answers to a prompt, reused" in told and "2 of 2 documents moved, lossy" in told
     stored = json.loads(kv_here("cache", "ls", "--json")[1])["entries"]
     assert len(stored) == 2  # no prompt with moved rows is there
 

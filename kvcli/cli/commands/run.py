@@ -39,7 +39,7 @@ from kvcli.peers.mapping import VLLM
 from kvcli.runtime.engine.spec import MTP
 
 if TYPE_CHECKING:
-    from kvcli.cli.report import Result
+    from kvcli.cli.outcome import Result
     from kvcli.options import PromptCacheOptions
     from kvcli.runtime.engine.chunkcaches import ChunkCaches
     from kvcli.runtime.engine.engine import Engine
@@ -221,9 +221,8 @@ def _answers(engine: Engine, ids: list[int], job: Job, count: int) -> list[Resul
 
 def _tell(results: list[Result], output: OutputFlags, invocation: Invocation) -> None:
     """What people want to know of the answers."""
-    for result in results:
-        for loss in result.losses:
-            render.warn(loss, invocation)
+    for loss in dict.fromkeys(loss for result in results for loss in result.losses):
+        render.warn(loss, invocation)
     if report.wants_stats(output.stats, invocation):
         several, verbose = len(results) > 1, invocation.verbose > 0
         line = samples.summary(results) if several else report.stats_line(results[0], verbose=verbose)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, EvictOptions
 from kvcli.runtime.cache import eviction
+from kvcli.words import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +83,7 @@ def described(asked: AttendOptions) -> str:
     """What is read, for people."""
     found = []
     if asked.pages:
-        found.append(f"tokens of answers read {asked.pages:,} pages beside the first and the recent ones")
+        found.append(f"tokens of answers read {counted(asked.pages, 'page')} beside the first and the recent ones")
     if asked.sparse:
         share = f"{100 * asked.share:g} % of them"
         how = f"from {asked.threshold:g} of the largest weight" if asked.threshold else share

@@ -71,6 +71,7 @@ class PromptLedger(Ledger):
         self._stored: list[tuple[Job, Kept, int]] = []  # the prompt's files in the store; tokens whose rows they get
         self._parts: set[Path] = set()  # those of them that the file of the whole prompt will replace
         self._named: tuple[Job, int] | None = None  # the user's own, and its tokens
+        self._refused = ""  # why it is not written
         self.counts = False  # among the look-ups in the store
         self.looked_s = 0.0  # how long that took
         self.reading: Reading | None = None  # what was read from there
@@ -198,7 +199,7 @@ class PromptLedger(Ledger):
                 self.to_file(seq, self._prefill_s)
             elif options.save_answer:
                 lossy = "they stand behind rows that were selected by score"
-                keeper.tell.warn(f"rows of the answer are not written into {keeper.file.path}: {lossy}")
+                keeper.writer.later(f"rows of the answer are not written into {keeper.file.path}: {lossy}")
         if options.awaited:
             keeper.wait()
         keeper.writer.pump()
@@ -307,7 +308,8 @@ class PromptLedger(Ledger):
         if seq.exact is not None:
             reads = self._layout.attend.named
             lossy = f"with {reads} rows from token {seq.exact:,} on are lossy"
-            self.keeper.tell.warn(f"{file.path} is not written: {lossy}")
+            self._refused = f"{file.path} is not written: {lossy}"
+            self.keeper.writer.later(self._refused)
             return
         keys = sorted({**self.trail.copies, **seq.numbered()})
         identity = self.keeper.engine.identity()
@@ -327,7 +329,7 @@ class PromptLedger(Ledger):
         named = [] if self._named is None else [self._named]
         failures = [job.failure for job, _ in (*stored, *named) if job.problem]
         written = (sum(n for job, n in jobs if not job.problem) for jobs in (stored, named))
-        return Written(max(written), tuple(failures))
+        return Written(max(written), tuple(filter(None, (*failures, self._refused))))
 
     def _contents(
         self,

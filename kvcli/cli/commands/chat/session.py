@@ -14,7 +14,8 @@ from kvcli.cli.commands.chat.transcript import first_words
 from kvcli.cli.commands.chat.typedpath import path_of
 from kvcli.cli.inputs import read_file
 from kvcli.cli.interrupt import FINISH, UNWIND, Interrupts
-from kvcli.cli.report import CacheFacts, Result, stats_line
+from kvcli.cli.outcome import CacheFacts, Result
+from kvcli.cli.report import stats_line
 from kvcli.cli.sinks import Sink, WhileRead
 from kvcli.cli.streams import say
 from kvcli.cli.wording import as_flags
@@ -72,6 +73,7 @@ class ChatSession:
         self.files: list[File] = []  # for the next message
         self._cleared = False  # and nothing was said since
         self._told = False  # that tokens are being evicted
+        self._told_partly = False  # that pages are being left out
         self._regenerated = 0  # times in a row: a fixed seed must not give the same answer again
 
     def _open_caches(self) -> None:
@@ -210,7 +212,7 @@ class ChatSession:
         """A new conversation with the same system message; the branch that the old one is now, "" = it was empty."""
         if not self.conversation.messages:
             return ""
-        self._told, self._cleared = False, True
+        self._told, self._told_partly, self._cleared = False, False, True
         branch = self.branches.put_aside(self.conversation)
         self.conversation.clear()
         self.sequence.rewind_to(0)
@@ -279,7 +281,10 @@ class ChatSession:
             say(result.ended_early + (f"; {self.ways_out(result.cache.limit + 1)}" if full else ""))
         if result.cache.evicted and not self._told:
             self._told = True
-            say("; ".join(result.losses) if result.cache.evict.budget else self._full())
+            say("; ".join(result.evicted) if result.cache.evict.budget else self._full())
+        if result.partly and not self._told_partly:
+            self._told_partly = True
+            say("; ".join(result.partly))
         if self.options.stats:
             self.options.aside(stats_line(result, loaded=self.last is None, verbose=self.options.verbose))
         self.totals.add(result.end.usage)
