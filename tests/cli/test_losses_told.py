@@ -77,3 +77,10 @@ def test_a_chat_says_it_once(
         monkeypatch.setattr("sys.stdin", script)
         code, _, err = kv_here(*chat)
     assert code == 0 and err.count(f"lossy: {READ_IN_PART}") == 1, err
+
+
+def test_steps_that_are_too_short_to_leave_pages_out_are_told(kv_here: KvHere, run: tuple[str, ...]) -> None:
+    sparse = ("--prefill-sparse", "25%", "--prefill-sparse-from", "0")
+    told = "--prefill-sparse changes nothing: prompts are read in steps of 128 rows (--ubatch-size)"
+    assert told in kv_here(*run, *sparse, "-ub", "128", TEXT)[2]
+    assert "changes nothing" not in kv_here(*run, *sparse, "-ub", "256", TEXT)[2]

@@ -41,6 +41,7 @@ def test_what_went_is_told(kv_here: KvHere, model: tuple[str, ...]) -> None:
     ("args", "message"),
     [
         (("run", "x", "--evict", "snapkv"), "--evict snapkv needs --budget"),
+        (("run", "x", "--prefill-sparse-from", "256"), "--prefill-sparse-from needs --prefill-sparse"),
         (("run", "x", "--budget", "25%"), "--budget needs --evict expected or --evict h2o"),
         (("run", "x", "--evict", "tova", "--budget", "many"), "--budget must be a number of tokens"),
         (("run", "x", "--evict", "tova", "--budget", "20"), "--budget is 20, less than the 66 rows"),

@@ -11,6 +11,7 @@ import typer
 from kvcli.cli.flags.checks import checked
 from kvcli.cli.flags.shared import parse_tokens
 from kvcli.cli.helptext import KV_CACHE
+from kvcli.errors import UsageError
 from kvcli.options import AttendOptions, EvictOptions
 from kvcli.runtime.cache import attending
 
@@ -47,18 +48,22 @@ class AttendFlags:
         ),
     ] = attending.OFF
     prefill_sparse_from: Annotated[
-        str,
+        str | None,
         _option(
             FROM,
             metavar="N",
             help="With --prefill-sparse: the first token of a prompt that is computed so.",
+            show_default=str(AttendOptions.sparse_from),
             callback=checked(functools.partial(parse_tokens, flag=FROM)),
         ),
-    ] = str(AttendOptions.sparse_from)
+    ] = None
 
     def options(self, evict: EvictOptions) -> AttendOptions:
         """Raises UsageError for what cannot be together."""
-        start = parse_tokens(self.prefill_sparse_from, FROM)
+        if self.prefill_sparse_from is not None and self.prefill_sparse == attending.OFF:
+            raise UsageError(f"{FROM} needs --prefill-sparse", "--prefill-sparse auto reads fewer pages from there on")
+        asked_from = self.prefill_sparse_from
+        start = AttendOptions.sparse_from if asked_from is None else parse_tokens(asked_from, FROM)
         asked = AttendOptions(attending.pages_of(self.attend), *attending.sparseness(self.prefill_sparse), start)
         attending.check(asked, evict)
         return asked

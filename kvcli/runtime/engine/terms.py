@@ -148,7 +148,17 @@ class Terms:
         """Why answers may be worse than was asked for."""
         asked, trained = self.options.ctx_size, self.setting.config.context_length
         beyond = f"context {asked:,} is beyond the {trained:,} tokens the model was trained on"
-        return [*([beyond] if asked > trained else []), *([self.shortened] if self.shortened else [])]
+        found = beyond if asked > trained else "", self.shortened, self._dense
+        return [*filter(None, found)]
+
+    @property
+    def _dense(self) -> str:
+        """Why no step of a prompt leaves pages out although that was asked for; "" = some may."""
+        step = self.setting.step(self.layout)
+        if not self.layout.attend.sparse or step >= attending.LEAST_ROWS:
+            return ""
+        least = f"only those of {attending.LEAST_ROWS} or more leave pages out"
+        return f"`prefill_sparse` changes nothing: prompts are read in steps of {step:,} rows (`ubatch`), and {least}"
 
     @property
     def notices(self) -> list[str]:
