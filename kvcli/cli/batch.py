@@ -6,6 +6,7 @@ import codecs
 import hashlib
 import json
 import os
+import re
 import sys
 import time
 from contextlib import closing, suppress
@@ -22,6 +23,7 @@ from kvcli.cli.invocation import Invocation
 from kvcli.cli.outcome import Outcome
 from kvcli.cli.report import cache_objects, end_objects, sampling_object
 from kvcli.cli.streams import say, writing_to
+from kvcli.cli.wording import as_flags
 from kvcli.errors import KVError, OutputError, UsageError
 from kvcli.options import CacheOptions, LoadOptions, PromptCacheOptions
 from kvcli.runtime.engine.events import End, Event, Token
@@ -197,8 +199,14 @@ class _Asked:
 
 
 def _error(id: str | int | None, error: KVError) -> dict[str, Any]:
-    told = {key: text.replace("`", "") if isinstance(text, str) else text for key, text in error.as_object().items()}
+    """Keys of lines have the names of fields, but the context, which no line sets, has that of its option."""
+    found = error.as_object().items()
+    told = {key: _plain(text) if isinstance(text, str) else text for key, text in found}
     return {"id": id, "error": told}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"`ctx(=\d+)?`", lambda ctx: as_flags(ctx[0]), text).replace("`", "")
 
 
 def _id_of(raw: bytes) -> str | int | None:

@@ -84,3 +84,10 @@ def test_steps_that_are_too_short_to_leave_pages_out_are_told(kv_here: KvHere, r
     told = "--prefill-sparse changes nothing: prompts are read in steps of 128 rows (--ubatch-size)"
     assert told in kv_here(*run, *sparse, "-ub", "128", TEXT)[2]
     assert "changes nothing" not in kv_here(*run, *sparse, "-ub", "256", TEXT)[2]
+
+
+def test_an_error_of_a_line_names_options(kv_here: KvHere, run: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(json.dumps({"prompt": TEXT * 9}) + "\n")
+    error = json.loads(kv_here(*run, "--batch", str(file))[1])["error"]
+    assert "--ctx-size " in error["hint"] and "ctx=" not in error["hint"]
