@@ -17,7 +17,7 @@ from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions, Sample
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine import replaying
 from kvcli.runtime.engine.engine import Engine
-from kvcli.runtime.engine.events import End
+from kvcli.runtime.engine.events import End, Prefill
 
 SIZE, CONTEXT = 16, 640
 TEXT = torch.randint(3, 370, (205,), generator=torch.manual_seed(9)).tolist()
@@ -37,6 +37,8 @@ def prefilled(engine: Engine) -> Sequence:
     seq.selector.expect(len(TEXT))
     for start, end in engine.chunks(0, len(TEXT)):
         engine.forward(seq, TEXT[start:end])
+    for _ in engine.repeat(seq):
+        pass
     engine.select(seq)
     return seq
 
@@ -71,7 +73,7 @@ def test_backends_and_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = zipping()
     seq = engine.new_sequence()
     engine.forward(seq, TEXT[:40])
-    pieces = list(replaying._pieces(engine, seq))
+    pieces = list(replaying._pieces(engine, seq.tokens, "kvzip"))
     assert len(pieces) == 1 and pieces[0][-40:] == TEXT[:40]
     zipped = prefilled(engine)
     assert all(len(rows[0]) == len(one[layer][0]) for layer, rows in kept(engine, zipped).items())
@@ -101,6 +103,34 @@ def test_no_room_to_repeat() -> None:
     engine = open_tiny("llama", "native", CacheOptions(256, "f16", "f16", SIZE, evict=evict))
     with pytest.raises(ContextOverflow, match="repeats the prompt of 205 tokens in pieces"):
         list(engine.generate(engine.new_sequence(), TEXT, GREEDY))
+
+
+def test_no_room_to_repeat_is_told_before_the_prompt_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict = EvictOptions("kvzip", budget="50%")
+    engine = open_tiny("llama", "native", CacheOptions(256, "f16", "f16", SIZE, evict=evict))
+    monkeypatch.setattr(engine, "forward_all", lambda rows: pytest.fail("rows were computed"))
+    with pytest.raises(ContextOverflow, match="repeats the prompt"):
+        list(engine.generate(engine.new_sequence(), TEXT, GREEDY))
+
+
+def test_progress_counts_the_repetition() -> None:
+    engine = zipping()
+    *events, end = engine.generate(engine.new_sequence(), TEXT, replace(GREEDY, max_tokens=2))
+    told = [(event.done, event.total) for event in events if isinstance(event, Prefill)]
+    assert isinstance(end, End)
+    done, totals = zip(*told, strict=True)
+    assert len(set(totals)) == 1 and totals[0] > 2 * len(TEXT) and list(done) == sorted(set(done))
+    assert done[-1] == totals[0] and len([each for each in done if each > len(TEXT)]) > 2
+
+
+def test_an_answer_that_ends_while_the_prompt_is_repeated_frees_the_copy() -> None:
+    engine = zipping()
+    seq, told = engine.new_sequence(), list[Prefill]()
+    stop = lambda: bool(told) and told[-1].done > len(TEXT)  # noqa: E731
+    for event in engine.generate(seq, TEXT, GREEDY, stop):
+        told += [event] if isinstance(event, Prefill) else []
+    assert isinstance(event, End) and event.finish_reason == "interrupted" and told[-1].done < told[-1].total
+    engine.pool.check(seq.holds())
 
 
 # --- files

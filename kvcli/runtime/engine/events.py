@@ -12,7 +12,8 @@ from kvcli.runtime.text.tools.parts import CallPart
 
 @dataclass(frozen=True)
 class Prefill:
-    """Progress of a prompt: `done` of `total` tokens to be run in this call; `reused` were in the cache."""
+    """Progress of a prompt: `done` of `total` tokens to be run in this call, those of its repetition included; `reused`
+    were in the cache."""
 
     done: int
     total: int

@@ -6,7 +6,7 @@ computed in a copy of the sequence that is thrown away, so the prompt's own rows
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,32 +35,42 @@ class Computing(Protocol):
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor: ...
 
 
-def replay(engine: Computing, seq: Sequence) -> None:
-    """Where the policy of `seq` goes by that: note the most that each row gets of any query of a repetition. Raises
-    ContextOverflow where the context has no room for a piece, and DoesNotFit."""
+def replayed(engine: Computing, seq: Sequence, prompt: list[int]) -> int:
+    """How many tokens `replay` computes when `seq` has the rows of `prompt`; 0 where its policy does not go by that.
+    Raises ContextOverflow where the context has no room for a piece."""
     selector = seq.selector
-    if selector is None or not selector.selection.scorer.repeats:
+    if selector is None or not selector.selection.scorer.repeats or selector.due != len(prompt):
+        return 0
+    return sum(map(len, _pieces(engine, prompt, selector.selection.policy)))
+
+
+def replay(engine: Computing, seq: Sequence) -> Generator[int, None, None]:
+    """Where the policy of `seq` goes by that: note the most that each row gets of any query of a repetition. Yields how
+    many tokens were computed, after each step. Raises as `replayed` does, and DoesNotFit."""
+    selector, done = seq.selector, 0
+    if selector is None or not replayed(engine, seq, seq.tokens):
         return
-    for ids in list(_pieces(engine, seq)):
+    for ids in _pieces(engine, seq.tokens, selector.selection.policy):
         with closing(seq.fork()) as twin:
             assert twin.selector is not None
             twin.selector.repeated_from = seq.length
             start, end = seq.length, seq.length + len(ids)
             for lo, hi in engine.chunks(start, end):
                 engine.forward(twin, ids[lo - start : hi - start])
+                yield done + hi - start
             selector.learn(twin.selector)
+        done += len(ids)
 
 
-def _pieces(engine: Computing, seq: Sequence) -> Iterator[list[int]]:
+def _pieces(engine: Computing, tokens: list[int], policy: str) -> Iterator[list[int]]:
     """What is computed behind the prompt, in turn: a request, and the part of the prompt that it asks for."""
-    tokenizer, tokens, done = engine.tokenizer, seq.tokens, 0
-    left = engine.ctx_size - seq.length
+    tokenizer, done = engine.tokenizer, 0
+    left = engine.ctx_size - len(tokens)
     while done < len(tokens):
         words = tokenizer.decode(tokens[max(0, done - LEAD) : done])
         asked = tokenizer.encode(LATER.format(words) if done else FIRST, add_bos=False)
         room = min(PIECE, left - len(asked))
         if room < min(LEAST, len(tokens) - done):
-            policy = seq.selector.selection.policy if seq.selector else ""
             raise ContextOverflow(
                 f"`evict={policy}` repeats the prompt of {len(tokens):,} tokens in pieces, and the context of"
                 f" {engine.ctx_size:,} has room for {max(0, left):,} more",

@@ -3,8 +3,9 @@ does not know who computes them, nor what else runs in the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Some
+from contextlib import closing
 
 import torch
 
@@ -60,6 +61,8 @@ class Request:
         for twin in twins:
             twin._waits = True
         self._ledger: Ledger | None = None  # None = not begun
+        self._to_repeat = 0  # tokens that are computed once more behind the prompt
+        self._repeating: Generator[None, None, None] | None = None  # that is under way
         self._parked = self._abandoned = False
         self.ahead = RowsAhead()
         self.guesses = host.session.guesses(sampler.effective["spec"])
@@ -114,6 +117,9 @@ class Request:
                 self._begin()
                 return []
             if self._ends():
+                return []
+            if self._repeating is not None:
+                next(self._repeating, None)
                 return []
             selector, known = self.seq.selector, len(self.history)
             if self.answering and selector and selector.is_due(self.seq.length, known, self.ahead.by_device):
@@ -196,7 +202,8 @@ class Request:
         self._ledger = self.caches.restore(self.seq, self.history, self.marks)
         if self.seq.selector:
             self._ledger.expect(self.seq, self.n_prompt)
-        self._events.append(Prefill(0, self.n_prompt - self.reuse.tokens, self.reuse.tokens))
+            self._to_repeat = self.host.to_repeat(self.seq, self.history)
+        self._tell_prefill(0)
 
     def _prefilled_to(self, length: int) -> None:
         """Rows of the prompt were computed."""
@@ -206,13 +213,32 @@ class Request:
             self.host.synchronize()
             self._clock.prefilled()
             self._prompt_evicted = self.seq.evicted
+        self._tell_prefill(max(0, length - self.reuse.tokens))
+
+    def _tell_prefill(self, done: int) -> None:
         reused = self.reuse.tokens
-        self._events.append(Prefill(max(0, length - reused), self.n_prompt - reused, reused))
+        self._events.append(Prefill(done, self.n_prompt - reused + self._to_repeat, reused))
 
     def _answer(self, logits: torch.Tensor | None) -> None:
         """The prompt is there, and `logits` [1, vocab] of its last row."""
         assert self._ledger is not None
         self._ledger.prefilled(self.seq, self._clock.prefill_s)
+        if self._to_repeat:
+            self._repeating = self._repeat(None if logits is None else logits.clone())
+        else:
+            self._select(logits)
+
+    def _repeat(self, logits: torch.Tensor | None) -> Generator[None, None, None]:
+        """Have the prompt repeated, a step at a time; then go on as `_select` does."""
+        with closing(self.host.repeat(self.seq)) as steps:
+            for done in steps:
+                self._tell_prefill(self.n_prompt - self.reuse.tokens + done)
+                yield
+        self._repeating = None
+        self._select(logits)
+
+    def _select(self, logits: torch.Tensor | None) -> None:
+        """Let go of rows of the prompt, where a policy says so, and answer."""
         self.host.select(self.seq)
         for twin in self.twins:
             twin._join(self, logits)
@@ -353,6 +379,9 @@ class Request:
 
     def close(self) -> None:
         """Compute nothing ahead any more: `seq` has no row of a token that is not in `history`."""
+        if self._repeating is not None:
+            self._repeating.close()
+            self._repeating = None
         self.ahead.close(self.seq)
 
     def abandon(self) -> None:
