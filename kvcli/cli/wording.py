@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvcli.errors import KVError
 
 # Fields, and values of fields, whose flags are not their names with dashes.
 _OTHER = {
@@ -42,6 +46,19 @@ def as_flags(text: str) -> str:
     '--ctx-size must be 0 or more; --evict sink keeps the first tokens'
     """
     return re.sub(r"`(\w+)(?:=([^`]*))?`", _flag, text)
+
+
+@contextmanager
+def length_is(flag: str) -> Iterator[None]:
+    """Where errors name the context: it is as long as this flag says, of a command that has no --ctx-size."""
+    try:
+        yield
+    except KVError as error:
+        error.message, error.hint = (
+            re.sub(r"`ctx(?:=([^`]*))?`", lambda found: " ".join(filter(None, (flag, found[1]))), text)
+            for text in (error.message, error.hint)
+        )
+        raise
 
 
 def _flag(found: re.Match[str]) -> str:

@@ -259,6 +259,26 @@ def test_memory_on_a_gpu_is_counted_from_before_the_first_engine(monkeypatch: py
     assert meter.used(SimpleNamespace(device=Device(CUDA, 1))) == (1, 42)
 
 
+@pytest.mark.slow
+def test_a_prompt_that_is_repeated_has_room(bench: Bench) -> None:
+    evict = ("--evict", "kvzip", "--budget", "50%")
+    code, out, _ = bench("-p", "20", "-n", "6", "-d", "150", "-ct", "f16", "-r", "1", "--no-warmup", *evict)
+    assert code == 0 and " ".join(evict) in out.splitlines()[0]
+
+
+def test_the_heading_names_what_is_forgotten_and_read(bench: Bench) -> None:
+    flags = ("-p", "20", "-n", "0", "-ct", "f16", "-r", "1", "--no-warmup")
+    for more in (("--evict", "sink", "--window", "32"), ("--attend", "pages:4")):
+        code, out, _ = bench(*flags, *more)
+        assert code == 0 and " ".join(more) in out.splitlines()[0]
+    assert "--evict" not in bench(*flags)[1]
+
+
+def test_errors_name_no_option_that_is_not_there(bench: Bench) -> None:
+    code, _, err = bench("-p", "20", "-n", "6", "--evict", "snapkv", "--budget", "5000")
+    assert code == 2 and "larger -d" in err and "ctx" not in err
+
+
 def test_evicting(bench: Bench) -> None:
     flags = ("-p", "20", "-n", "6", "-d", "150", "-ct", "f16", "-r", "1", "--no-warmup", "-ub", "16")
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,20 @@ def test_a_deleted_chat_leaves_no_rows_of_its_own(capsys, tmp_path: Path):
     again = Chat(capsys, tmp_path, name="bob")
     assert unread(again("/ctx")) == 0 < unread(Chat(capsys, tmp_path, name="ann")("/ctx"))
     again.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_resumed_chat_whose_rows_were_selected_tells_its_tokens(capsys, tmp_path: Path, stored: bool):
+    """And what is read again where the store has nothing of it."""
+    snapkv = EvictOptions("snapkv", budget="50%")
+    chat = Chat(capsys, tmp_path, snapkv, "ann")
+    chat("hello there", "and then")
+    chat.close()
+    if not stored:
+        shutil.rmtree(tmp_path / "prompts")
+    chat = Chat(capsys, tmp_path, snapkv, "ann")
+    told = chat("/ctx")
+    assert f"context: {chat.n_tokens} of {CTX} tokens" in told
+    assert unread(told) == (0 if stored else chat.n_tokens)
+    chat.close()

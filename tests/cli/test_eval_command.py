@@ -18,6 +18,7 @@ from jsonchecks import check
 
 from kvcli.cli.commands.eval import plot, throughput
 from kvcli.cli.flags import comparedsettings
+from kvcli.cli.wording import length_is
 from kvcli.errors import DoesNotFit, UsageError
 from kvcli.options import CacheOptions, EvictOptions, LoadOptions
 from kvcli.runtime.engine.engine import Engine
@@ -265,6 +266,17 @@ def test_nonsense_is_one_clear_line(ask: Eval, args: tuple[str, ...], message: s
 def test_a_context_that_is_too_short_is_named(ask: Eval):
     code, out, err = ask("needles", "--tokens", "300", "--with", "-c 128")
     assert (code, out) == (5, "") and "128" in err
+
+
+def test_errors_name_the_length_as_it_is_given():
+    with pytest.raises(UsageError) as found, length_is("--tokens"):
+        raise UsageError("`ctx=64` is short", "use a larger `ctx`")
+    assert (found.value.message, found.value.hint) == ("--tokens 64 is short", "use a larger --tokens")
+
+
+def test_a_budget_beyond_the_length_is_told_in_words_of_this_command(ask: Eval):
+    code, _, err = ask("needles", "--tokens", "300", "--evict", "snapkv", "--budget", "5000")
+    assert code == 2 and "larger --tokens" in err and "--ctx-size" not in err
 
 
 def test_a_setting_that_is_not_possible_is_named(ask: Eval):

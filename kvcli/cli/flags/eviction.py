@@ -103,3 +103,13 @@ class OverflowFlags:
             callback=one_of("--on-overflow", POLICIES),
         ),
     ] = ERROR
+
+
+def repeated_rows(evict: EvictOptions) -> int:
+    """How many rows a context needs beside prompt and answer, for what a policy repeats of a prompt at a time."""
+    scorer = eviction.policy(evict.policy).scorer
+    if scorer is None or not scorer.repeats:
+        return 0
+    from kvcli.runtime.engine.replaying import PIECE
+
+    return PIECE

@@ -17,6 +17,7 @@ from kvcli.cli.flags.typelists import TypeFlags
 from kvcli.cli.helptext import PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.wording import length_is
 from kvcli.errors import DoesNotFit
 from kvcli.options import CacheOptions
 
@@ -53,7 +54,7 @@ def bench(
     reading weights and cache took all the time.
     """
     invocation: Invocation = ctx.obj
-    with Interrupts(partial(last_words, as_json=json)) as interrupts:
+    with Interrupts(partial(last_words, as_json=json)) as interrupts, length_is("-d"):
         what.check(draft)
         load, pairs = draft.add_to(model.options(invocation.offline), what.spec), types.types("f16", invocation)
         evicting = evict.options(types.page_size, prompt=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         how = method, lengths, counts, repetitions, not what.no_warmup
         return [(pair, found) for found in guessing.run(engine, *how, partial(tell, pair))]
 
-    cache = replace(series.cache, ctx_size=guessing.rows(max(lengths), max(counts)))
-    measured, failures = replace(series, cache=cache).measure(one)
+    measured, failures = series.in_context(guessing.rows(max(lengths), max(counts))).measure(one)
     results = [each for of_type in measured for each in of_type]
     if as_json:
         value = arm_object(setting[0], repetitions, [_result(*each) for each in results], failures, invocation)

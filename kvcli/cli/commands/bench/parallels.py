@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +48,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         return found
 
     longest = max(parallels.rows(*each) for each in wanted)
-    cache = replace(series.cache, ctx_size=longest, sequences=max(counts))
-    measured, failures = replace(series, cache=cache).measure(one)
+    measured, failures = series.in_context(longest, max(counts)).measure(one)
     results, failures = [each for of_type in measured for each in of_type], [*failures, *left_out]
     common, bandwidth = setting[0]
     if as_json:

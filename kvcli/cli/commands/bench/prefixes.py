@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +37,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         return [(pair, reuse) for reuse in found]
 
     longest = prefixreuse.rows(max(lengths), suffix)
-    cache = replace(series.cache, ctx_size=longest)
-    measured, failures = replace(series, cache=cache).measure(one)
+    measured, failures = series.in_context(longest).measure(one)
     results = [each for of_type in measured for each in of_type]
     for reason in {reuse.cold for _, reuse in results if reuse.cold}:
         render.warn(f"files may have been read from memory, not from the disk: {reason}", invocation)

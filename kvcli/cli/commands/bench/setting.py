@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvcli.cli import engines, render, report
 from kvcli.cli.flags import typelists
 from kvcli.cli.flags.cache import Types
+from kvcli.cli.flags.eviction import repeated_rows
 from kvcli.cli.flags.typelists import TypeFlags, type_name
 from kvcli.cli.interrupt import UNWIND, Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
 from kvcli.cli.wrapping import columns, fill
 from kvcli.errors import DoesNotFit
-from kvcli.options import AttendOptions, CacheOptions, EvictOptions
+from kvcli.options import FORGET_NOTHING, AttendOptions, CacheOptions, EvictOptions
 from kvcli.runtime.host.memory import release
 from kvcli.words import human_bytes
 
@@ -40,6 +41,7 @@ class Setting:
     threads: int
     ubatch_size: int
     evict: dict[str, Any]  # the policy and its numbers
+    asked: EvictOptions
     page_size: int
     kv_tail: int
     kv_sink: int
@@ -58,6 +60,7 @@ class Setting:
             size,
             *computes,
             typelists.evict_object(engine, evict),
+            evict,
             *pages,
             engine.layout.attend,
         )
@@ -81,20 +84,27 @@ class Setting:
     def print_head(self, *more: str) -> None:
         """What was measured, in front of the tables."""
         computes = self.backend if self.device.kind != "cpu" else f"{self.backend}, {self.threads} threads"
-        facts = self.title, human_bytes(self.file_bytes), self.device.name, computes, *more
+        forgets = self.asked.named if self.asked != FORGET_NOTHING else ""
+        options = [as_flags(each) for each in (forgets, self.attend.named) if each]
+        facts = self.title, human_bytes(self.file_bytes), self.device.name, computes, *options, *more
         head = " · ".join(map(render.one_line, facts))
         render.write_out((fill(head, columns(sys.stdout)) if render.is_terminal(sys.stdout) else head) + "\n\n")
 
 
 @dataclass(frozen=True)
 class Series:
-    """One engine for each pair of types, one after the other. `cache`: its options but for the types."""
+    """One engine for each pair of types, one after the other. `cache`: its options but for types and context."""
 
     load: LoadOptions
     pairs: list[Types]
     cache: CacheOptions
     invocation: Invocation
     interrupts: Interrupts
+
+    def in_context(self, rows: int, sequences: int = 1) -> Series:
+        """With a context for tests of so many rows, and for what a policy repeats of a prompt."""
+        ctx_size = rows + repeated_rows(self.cache.evict)
+        return replace(self, cache=replace(self.cache, ctx_size=ctx_size, sequences=sequences))
 
     def measure(
         self, one: Callable[[Engine, Types], Measured], begin: Callable[[], None] = lambda: None

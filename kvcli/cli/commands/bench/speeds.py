@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +79,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         kv_bytes, predicted = engine.pool.committed_bytes, engine.predict(longest).total
         return Table(pair, speeds, longest, kv_bytes, predicted, meter.used(engine), engine.retention is not None)
 
-    tables, failures = replace(series, cache=replace(series.cache, ctx_size=longest)).measure(one, meter.restart)
+    tables, failures = series.in_context(longest).measure(one, meter.restart)
     (common, bandwidth), *_ = setting
     if told := _too_low(tables, bandwidth):
         render.warn(told, invocation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ def measure(series: Series, what: BenchFlags, types: TypeFlags, evict: EvictOpti
         return [(pair, both) for both in found]
 
     longest = max(n + m for n, m in wanted)
-    measured, failures = replace(series, cache=replace(series.cache, ctx_size=longest)).measure(one)
+    measured, failures = series.in_context(longest).measure(one)
     results = [each for of_type in measured for each in of_type]
     if as_json:
         found = [_result(*each) for each in results]

@@ -313,8 +313,8 @@ class ChatSession:
     def facts(self) -> CacheFacts:
         """The cache for the conversation as it is, whatever of it the sequence has at the moment."""
         facts, n_tokens = cache_facts(self.engine, self.sequence), len(self.conversation.tokens)
-        if facts.evict.budget:
-            return facts
+        if facts.evict.budget:  # rows are selected anew behind the next message, where none are there
+            return facts if self.sequence.length else replace(facts, tokens=min(n_tokens, facts.limit))
         if facts.retention is None:
             return replace(facts, tokens=min(n_tokens, facts.limit))  # the token that filled it up is not in the cache
         gone = facts.retention.gap(n_tokens - 1) if n_tokens else 0

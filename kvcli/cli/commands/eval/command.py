@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -15,14 +16,14 @@ from kvcli.cli.commands.eval.results import Cell, print_cells, print_object
 from kvcli.cli.commands.eval.throughput import SEQUENCES, THROUGHPUT, Measuring
 from kvcli.cli.flags.checks import checked, number
 from kvcli.cli.flags.comparedsettings import Compared, WithFlags
-from kvcli.cli.flags.eviction import EvictFlags
+from kvcli.cli.flags.eviction import EvictFlags, repeated_rows
 from kvcli.cli.flags.shared import ModelFlags, grouped, parse_tokens
 from kvcli.cli.flags.typelists import PARALLEL, TypeFlags, counts, warn_of_layout
 from kvcli.cli.helptext import MEASURE, PLANNING
 from kvcli.cli.interrupt import Interrupts, last_words
 from kvcli.cli.invocation import Invocation, JsonFlag
+from kvcli.cli.wording import length_is
 from kvcli.errors import ContextOverflow, UsageError
-from kvcli.runtime.cache import eviction
 
 if TYPE_CHECKING:
     from kvcli.runtime.engine.engine import Engine
@@ -202,16 +203,18 @@ def evaluate(
     with Interrupts(partial(last_words, as_json=json)) as interrupts:
         tasks, texts, longest = what.chosen(), what.texts(), max(_sizes(what.tokens))
         asked = others.compared(types, evict, DEFAULT_TYPES, invocation)
-        if tasks == [THROUGHPUT]:
-            _throughput(model, asked, what, json, invocation, interrupts)
-            return
-        compared = [_within(each, longest) for each in asked]
-        first = engines.open_engine(model.options(invocation.offline), compared[0].cache, invocation, interrupts)
-        examples = what.examples(first, tasks, texts)
-        opened = [first, *(_beside(first, each, examples) for each in compared[1:])]
-        for each, engine in zip(compared, opened, strict=True):
-            warn_of_layout(engine.loaded, engine.layout, each.name, longest, invocation)
-        cells = _measure(opened, compared, examples, what.later, invocation)
+        own = any(each.cache.ctx_size for each in asked)
+        with nullcontext() if own else length_is("--tokens"):
+            if tasks == [THROUGHPUT]:
+                _throughput(model, asked, what, json, invocation, interrupts)
+                return
+            compared = [_within(each, longest) for each in asked]
+            first = engines.open_engine(model.options(invocation.offline), compared[0].cache, invocation, interrupts)
+            examples = what.examples(first, tasks, texts)
+            opened = [first, *(_beside(first, each, examples) for each in compared[1:])]
+            for each, engine in zip(compared, opened, strict=True):
+                warn_of_layout(engine.loaded, engine.layout, each.name, longest, invocation)
+            cells = _measure(opened, compared, examples, what.later, invocation)
     if what.plot:
         plot.draw(what.plot, cells)
     if json:
@@ -239,11 +242,8 @@ def _within(compared: Compared, tokens: int) -> Compared:
     unless it has a length of its own."""
     if compared.cache.ctx_size:
         return compared
-    from kvcli.runtime.engine.replaying import PIECE
-
-    scorer = eviction.policy(compared.cache.evict.policy).scorer
-    more = PIECE if scorer is not None and scorer.repeats else 0
-    return replace(compared, cache=replace(compared.cache, ctx_size=tokens + more))
+    ctx_size = tokens + repeated_rows(compared.cache.evict)
+    return replace(compared, cache=replace(compared.cache, ctx_size=ctx_size))
 
 
 def _beside(first: Engine, compared: Compared, examples: list[Example]) -> Engine:

@@ -12,6 +12,7 @@ from kvcli.cli import engines, render
 from kvcli.cli.commands.eval.plot import Points
 from kvcli.cli.commands.eval.results import setting_object
 from kvcli.cli.flags.comparedsettings import Compared
+from kvcli.cli.flags.eviction import repeated_rows
 from kvcli.cli.interrupt import Interrupts
 from kvcli.cli.invocation import Invocation
 from kvcli.cli.wording import as_flags
@@ -66,7 +67,8 @@ def measure(
         render.step(f"{next(counter)} of {tests}: {name} {text}", invocation)
 
     for each in settings:
-        cache = replace(each.cache, ctx_size=max(what.lengths), sequences=max(what.counts))
+        ctx_size = max(what.lengths) + repeated_rows(each.cache.evict)
+        cache = replace(each.cache, ctx_size=ctx_size, sequences=max(what.counts))
         try:
             engine = engines.open_engine(load, cache, invocation, interrupts)
         except DoesNotFit as error:
