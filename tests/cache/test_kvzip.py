@@ -123,6 +123,23 @@ def test_progress_counts_the_repetition() -> None:
     assert done[-1] == totals[0] and len([each for each in done if each > len(TEXT)]) > 2
 
 
+def test_the_plan_has_the_rows_of_the_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, lengths = zipping(), list[int]()
+    forward = engine.forward
+
+    def watched(seq: Sequence, ids: list[int]) -> torch.Tensor:
+        found = forward(seq, ids)
+        lengths.append(seq.length)
+        return found
+
+    monkeypatch.setattr(engine, "forward", watched)
+    prefilled(engine)
+    planned = replaying.most_rows(engine, len(TEXT), SIZE)
+    assert 2 * len(TEXT) < max(lengths) <= planned - SIZE < max(lengths) + 2 * SIZE
+    kept, others = (e.predict(len(TEXT)).row("tables and token ids").bytes for e in (engine, zipping(policy="snapkv")))
+    assert kept > 1.5 * others
+
+
 def test_an_answer_that_ends_while_the_prompt_is_repeated_frees_the_copy() -> None:
     engine = zipping()
     seq, told = engine.new_sequence(), list[Prefill]()

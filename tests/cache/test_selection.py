@@ -14,8 +14,11 @@ from kernelcases import same_bits
 from reusecases import Told
 
 from kvcli.errors import UsageError
+from kvcli.kernels import Moments
 from kvcli.options import CacheOptions, EvictOptions, PromptCacheOptions
 from kvcli.runtime.cache import eviction
+from kvcli.runtime.cache.eviction import expected as expected_attention
+from kvcli.runtime.cache.scoring import Scored
 from kvcli.runtime.cache.selection import Budget
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.engine import Engine
@@ -333,3 +336,33 @@ def test_budgets_are_numbers_or_shares():
 def test_what_cannot_be_is_refused(evict: EvictOptions, message: str):
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         eviction.selection(evict, 4096, 64)
+
+
+def test_expected_attention_is_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it takes no copies of all rows in float64 for each query head; slices change nothing."""
+    generator = torch.Generator().manual_seed(4)
+    queries = Moments()
+    queries.add(torch.randn(30, 6, 8, generator=generator))
+    keys, values = (torch.randn(2, 1300, 8, generator=generator) for _ in range(2))
+    positions = torch.arange(1300).expand(2, -1)
+    rows = Scored(1300, positions, None, queries, lambda: keys, lambda: values, 0.3, None, 0)
+    found, widths, matmul = [], list[int](), torch.Tensor.__matmul__
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        widths.append(a.shape[-2])
+        return matmul(a, b)
+
+    for size in (expected_attention.SLICE, 2000):
+        with monkeypatch.context() as patch:
+            patch.setattr(expected_attention, "SLICE", size)
+            patch.setattr(torch.Tensor, "__matmul__", watched)
+            found.append(expected_attention.Expected().score(rows))
+    assert torch.allclose(*found, rtol=1e-12, atol=0) and found[0].shape == (2, 1300)
+    assert max(widths[: len(widths) - 2]) <= 512 < widths[-1]
+
+
+def test_sums_of_queries_are_planned() -> None:
+    engine = selecting("llama", "expected", "50%", ("f16", "f16"))
+    plan, config = engine.predict(200), engine.config
+    dim, heads = config.layers[0].dim_k, config.n_heads
+    assert plan.row("selection of rows").bytes > 8 * config.n_layers * heads * dim * dim

@@ -267,10 +267,10 @@ def test_a_prompt_that_is_repeated_has_room(bench: Bench) -> None:
 
 
 def test_the_heading_names_what_is_forgotten_and_read(bench: Bench) -> None:
-    flags = ("-p", "20", "-n", "0", "-ct", "f16", "-r", "1", "--no-warmup")
+    flags = ("-p", "20", "-n", "0", "-d", "100", "-ct", "f16", "-r", "1", "--no-warmup")
     for more in (("--evict", "sink", "--window", "32"), ("--attend", "pages:4")):
-        code, out, _ = bench(*flags, *more)
-        assert code == 0 and " ".join(more) in out.splitlines()[0]
+        code, out, err = bench(*flags, *more)
+        assert code == 0 and " ".join(more) in out.splitlines()[0], err
     assert "--evict" not in bench(*flags)[1]
 
 

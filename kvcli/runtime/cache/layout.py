@@ -37,6 +37,7 @@ NOTHING_TO_EVICT = (
     "leave `evict` out; a larger `ctx` costs no memory once the windows are full",
 )
 MASS_BYTES, POSITION_BYTES, SCORE_BYTES = 8, 4, 8  # of each row and KV head where rows are selected
+MOMENT_BYTES = 8  # of each number of sums over queries
 LEAST_LATENT_BITS = 8  # types of fewer have to be forced: see engine/guard.py
 
 
@@ -277,14 +278,17 @@ class KVLayout:
         rows = min(seen, attending.most_pages(self.attend) * self.page_size)
         return g.token_bytes * rows + g.summary_bytes * (seen // self.page_size)
 
-    def selection_bytes(self, tokens: int) -> int:
+    def selection_bytes(self, tokens: int, query_heads: int) -> int:
         """Bytes that selecting rows of a sequence of `tokens` takes: notes, positions; of a layer, rows and scores."""
         if self.selection is None:
             return 0
         groups = [g for g in self.groups if g.kind not in WINDOWED]
         heads = sum(len(g.layers) * g.kv_heads for g in groups)
         scorer = self.selection.scorer
-        noted = MASS_BYTES * tokens * heads if scorer.watches or scorer.repeats else 0
+        copies = 2 if scorer.repeats else 1 if scorer.watches else 0
+        noted = copies * MASS_BYTES * tokens * heads
+        if scorer.queries:
+            noted += sum(len(g.layers) * MOMENT_BYTES * query_heads * g.dim_k * (g.dim_k + 1) for g in groups)
         places = POSITION_BYTES * min(tokens, self.selection.stays(tokens)) * heads
         each = max(g.kv_heads * (3 * CENTRE_BYTES * max(g.dim_k, g.dim_v) + 8 * SCORE_BYTES) for g in groups)
         return noted + places + tokens * each

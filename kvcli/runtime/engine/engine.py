@@ -23,7 +23,7 @@ from kvcli.runtime.engine.events import Event
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.nextrows import Turns, answers, dealt, notes
 from kvcli.runtime.engine.opened import Opened
-from kvcli.runtime.engine.replaying import replay, replayed
+from kvcli.runtime.engine.replaying import most_rows, replay, replayed
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.spec import OFF
@@ -182,7 +182,9 @@ class Engine:
 
     def predict(self, tokens: int, sequences: int = 1, shared: int = 0) -> Plan:
         """What the process needs for so many sequences of `tokens`, of which they have the first `shared` in common, by
-        the same plan as the whole context."""
+        the same plan as the whole context. Where prompts are repeated, that takes rows, too."""
+        if self.layout.selection and self.layout.selection.scorer.repeats:
+            tokens = most_rows(self, tokens, self.layout.page_size)
         return replace(self.terms.setting, sequences=sequences, shared=shared).plan(self.layout, tokens)
 
     def bytes_per_token(self, length: int) -> int:

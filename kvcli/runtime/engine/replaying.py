@@ -35,6 +35,13 @@ class Computing(Protocol):
     def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor: ...
 
 
+def most_rows(engine: Computing, tokens: int, page_size: int) -> int:
+    """How many rows there are at most of a prompt of so many tokens and a piece behind it, whose copy has a page of its
+    own."""
+    asked = LEAD + max(len(engine.tokenizer.encode(text.format(""), add_bos=False)) for text in (FIRST, LATER))
+    return min(engine.ctx_size, tokens + min(PIECE, tokens) + asked) + page_size
+
+
 def replayed(engine: Computing, seq: Sequence, prompt: list[int]) -> int:
     """How many tokens `replay` computes when `seq` has the rows of `prompt`; 0 where its policy does not go by that.
     Raises ContextOverflow where the context has no room for a piece."""

@@ -242,7 +242,8 @@ class Setting:
             at_once = self._at_once if self.kind == CPU else 1  # a GPU computes guesses of one answer at a time
             rows.append(Row("rows of guesses", guessed * at_once, COMPUTED, "what states go on from once more"))
         if layout.selection:
-            rows.append(Row("selection of rows", layout.selection_bytes(tokens), COMPUTED, layout.selection.policy))
+            noted = layout.selection_bytes(tokens, self.config.n_heads)
+            rows.append(Row("selection of rows", noted, COMPUTED, layout.selection.policy))
         return rows
 
     def largest_context(self, layout: KVLayout, budget: int, limit: int) -> int:

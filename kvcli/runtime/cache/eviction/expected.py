@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 FUTURE = 512  # positions whose RoPE is averaged
 SINKS = 4
+SLICE = 512  # rows of which products are alive at once
 
 
 class Expected(Scorer):
@@ -24,19 +25,24 @@ class Expected(Scorer):
     queries = True
 
     def score(self, rows: Scored) -> torch.Tensor:
+        import torch
+
         assert rows.queries is not None and rows.queries.first is not None and rows.queries.second is not None
-        keys = rows.keys().double()  # [kv_heads, n, dim]
+        keys = rows.keys()  # [kv_heads, n, dim]
         mean = rows.queries.first / rows.queries.count  # [heads, dim]
         spread = rows.queries.second / rows.queries.count - mean[:, :, None] * mean[:, None]
         if rows.angles is not None:
-            turn = _mean_turn(rows, keys.shape[-1]).to(keys)
+            turn = _mean_turn(rows, keys.shape[-1]).to(mean)
             mean, spread = mean @ turn.T, turn @ spread @ turn.T
         group = len(mean) // len(keys)
         mean, spread = mean.unflatten(0, (-1, group)), spread.unflatten(0, (-1, group))
-        linear = keys[:, None] @ mean[..., None]  # [kv_heads, group, n, 1]
-        square = ((keys[:, None] @ spread) * keys[:, None]).sum(-1)
-        expected = (rows.scale * linear[..., 0] + rows.scale**2 / 2 * square).softmax(-1).mean(1)
-        return expected * rows.values().norm(dim=-1)
+        expected = []
+        for some in keys.split(SLICE, 1):
+            each = some[:, None].double()  # [kv_heads, 1, SLICE, dim]
+            linear = (each @ mean[..., None])[..., 0]
+            square = ((each @ spread) * each).sum(-1)
+            expected.append(rows.scale * linear + rows.scale**2 / 2 * square)
+        return torch.cat(expected, -1).softmax(-1).mean(1) * rows.values().norm(dim=-1)
 
     def pinned(self, kept: int) -> tuple[int, int]:
         return SINKS, 0
