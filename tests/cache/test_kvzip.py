@@ -37,7 +37,7 @@ def prefilled(engine: Engine) -> Sequence:
     seq.selector.expect(len(TEXT))
     for start, end in engine.chunks(0, len(TEXT)):
         engine.forward(seq, TEXT[start:end])
-    for _ in engine.repeat(seq):
+    for _ in replaying.replay(engine, seq):
         pass
     engine.select(seq)
     return seq

@@ -23,7 +23,7 @@ from kvcli.runtime.engine.events import Event
 from kvcli.runtime.engine.loaded import LoadedModel
 from kvcli.runtime.engine.nextrows import Turns, answers, dealt, notes
 from kvcli.runtime.engine.opened import Opened
-from kvcli.runtime.engine.replaying import most_rows, replay, replayed
+from kvcli.runtime.engine.replaying import most_rows
 from kvcli.runtime.engine.request import Request
 from kvcli.runtime.engine.sampler import Sampler
 from kvcli.runtime.engine.spec import OFF
@@ -195,16 +195,6 @@ class Engine:
         """An empty context. `retention`: what stays of it, where that is not what stays of all others, for which memory
         is planned."""
         return Sequence(self.pool, retention)
-
-    def to_repeat(self, seq: Sequence, prompt: list[int]) -> int:
-        """How many tokens `repeat` computes when `seq` has the rows of `prompt`. Raises ContextOverflow where the
-        context has no room for it."""
-        return replayed(self, seq, prompt)
-
-    def repeat(self, seq: Sequence) -> Generator[int, None, None]:
-        """Have the prompt repeated, where rows are selected by that; to be run to its end before `select`. Yields how
-        many tokens were computed. Raises ContextOverflow and DoesNotFit."""
-        return replay(self, seq)
 
     @torch.inference_mode()
     def select(self, seq: Sequence) -> None:

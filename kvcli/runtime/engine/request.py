@@ -3,9 +3,8 @@ does not know who computes them, nor what else runs in the same step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from collections.abc import Sequence as Some
-from contextlib import closing
 
 import torch
 
@@ -14,8 +13,10 @@ from kvcli.options import SampleOptions
 from kvcli.runtime.cache.sequence import Sequence
 from kvcli.runtime.engine.answertext import AnswerText, Shown
 from kvcli.runtime.engine.clock import Clock
-from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token, Usage
+from kvcli.runtime.engine.events import End, Event, Logprobs, Loop, Prefill, Token
 from kvcli.runtime.engine.repeats import LoopDetector
+from kvcli.runtime.engine.repetition import Repetition
+from kvcli.runtime.engine.requestend import full, told
 from kvcli.runtime.engine.requesthost import Host
 from kvcli.runtime.engine.rowsahead import RowsAhead, guessed, on_host
 from kvcli.runtime.engine.sampler import Sampler
@@ -23,8 +24,6 @@ from kvcli.runtime.promptcache.caches import LIVE_ROWS, Caches, Ledger, Reuse, W
 from kvcli.runtime.promptcache.marks import Mark
 from kvcli.runtime.text.reasoning import Thinking
 from kvcli.runtime.text.tools.use import ToolUse
-
-INTERRUPTED = "interrupted"
 
 
 class Request:
@@ -61,8 +60,7 @@ class Request:
         for twin in twins:
             twin._waits = True
         self._ledger: Ledger | None = None  # None = not begun
-        self._to_repeat = 0  # tokens that are computed once more behind the prompt
-        self._repeating: Generator[None, None, None] | None = None  # that is under way
+        self._repetition = Repetition(host, seq)  # of the prompt
         self._parked = self._abandoned = False
         self.ahead = RowsAhead()
         self.guesses = host.session.guesses(sampler.effective["spec"])
@@ -118,8 +116,8 @@ class Request:
                 return []
             if self._ends():
                 return []
-            if self._repeating is not None:
-                next(self._repeating, None)
+            if self._repetition.begun:
+                self._repeat()
                 return []
             selector, known = self.seq.selector, len(self.history)
             if self.answering and selector and selector.is_due(self.seq.length, known, self.ahead.by_device):
@@ -202,7 +200,7 @@ class Request:
         self._ledger = self.caches.restore(self.seq, self.history, self.marks)
         if self.seq.selector:
             self._ledger.expect(self.seq, self.n_prompt)
-            self._to_repeat = self.host.to_repeat(self.seq, self.history)
+            self._repetition.expect(self.history)
         self._tell_prefill(0)
 
     def _prefilled_to(self, length: int) -> None:
@@ -217,25 +215,21 @@ class Request:
 
     def _tell_prefill(self, done: int) -> None:
         reused = self.reuse.tokens
-        self._events.append(Prefill(done, self.n_prompt - reused + self._to_repeat, reused))
+        self._events.append(Prefill(done, self.n_prompt - reused + self._repetition.total, reused))
 
     def _answer(self, logits: torch.Tensor | None) -> None:
         """The prompt is there, and `logits` [1, vocab] of its last row."""
         assert self._ledger is not None
         self._ledger.prefilled(self.seq, self._clock.prefill_s)
-        if self._to_repeat:
-            self._repeating = self._repeat(None if logits is None else logits.clone())
-        else:
+        if not self._repetition.begin(logits):
             self._select(logits)
 
-    def _repeat(self, logits: torch.Tensor | None) -> Generator[None, None, None]:
-        """Have the prompt repeated, a step at a time; then go on as `_select` does."""
-        with closing(self.host.repeat(self.seq)) as steps:
-            for done in steps:
-                self._tell_prefill(self.n_prompt - self.reuse.tokens + done)
-                yield
-        self._repeating = None
-        self._select(logits)
+    def _repeat(self) -> None:
+        """Repeat some more of the prompt, or go on behind that."""
+        if done := self._repetition.step():
+            self._tell_prefill(self.n_prompt - self.reuse.tokens + done)
+        else:
+            self._select(self._repetition.logits)
 
     def _select(self, logits: torch.Tensor | None) -> None:
         """Let go of rows of the prompt, where a policy says so, and answer."""
@@ -343,29 +337,16 @@ class Request:
         self.close()
         self._clock.token(len(self.history) == self.n_prompt)
         for token in thinking.ids(style.closing or style.close):
-            if self._full():
+            if full(self):
                 break
             self._put(token)
         return True
-
-    def _full(self) -> str:
-        """Why nothing further may come, or ''."""
-        if self.cancelled():
-            return INTERRUPTED
-        if not self.answering:
-            return ""
-        if 0 <= self.options.max_tokens <= len(self.history) - self.n_prompt:
-            return "length"
-        # Where old rows are evicted, positions go on behind the context; those inside the cache do not.
-        if len(self.history) - self.seq.evicted > self.host.ctx_size and self.seq.retention is None:
-            return "context"
-        return ""
 
     # --- the end
 
     def _ends(self) -> bool:
         """End if nothing further may come; whether that is so."""
-        if reason := self._full():
+        if reason := full(self):
             self._finish(reason)
         return bool(reason)
 
@@ -379,9 +360,7 @@ class Request:
 
     def close(self) -> None:
         """Compute nothing ahead any more: `seq` has no row of a token that is not in `history`."""
-        if self._repeating is not None:
-            self._repeating.close()
-            self._repeating = None
+        self._repetition.close()
         self.ahead.close(self.seq)
 
     def abandon(self) -> None:
@@ -409,21 +388,8 @@ class Request:
             self.guesses.over(self.history[self.n_prompt :])
         elif self._ledger is not None:
             self.abandon()
-        self.end = self._told(reason)
+        self.end = told(self, reason)
         self._events.append(self.end)
         for twin in self.twins:
             if twin._waits:
                 twin._finish(reason)
-
-    def _told(self, reason: str) -> End:
-        text, reasoning, calls = self._text.rest(reason == "stop")
-        ids, reuse = self.history[self.n_prompt :], self.reuse
-        tried, ledger = self.guesses, self._ledger or Ledger(reuse)
-        timings = self._clock.timings(self.host.load_s, self.n_prompt - reuse.tokens, len(ids), tried.reading_s)
-        usage = Usage(
-            self.n_prompt, reuse.tokens, len(ids), reuse.disk, self._written.tokens, reuse.reason, self._thought,
-            reuse.choice, reuse.how, ledger.breakpoints(), ledger.chunks(), tried.drafted, tried.accepted, tried.steps,
-        )  # fmt: skip
-        told = self._prompt_evicted, self.seq.losses(), self._loop, self._written.failures
-        raw, called = self._text.raw, self._text.calls
-        return End(reason, text, ids, self._text.stop, usage, timings, *told, reasoning, raw, calls, called)

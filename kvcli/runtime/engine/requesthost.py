@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from kvcli.runtime.engine.spec.guesses import Session
@@ -23,11 +23,11 @@ class Host(Protocol):
     load_s: float
     session: Session
 
+    def chunks(self, start: int, end: int) -> Iterator[tuple[int, int]]: ...
+
+    def forward(self, seq: Sequence, ids: list[int]) -> torch.Tensor: ...
+
     def chunk_end(self, start: int, end: int) -> int: ...
-
-    def to_repeat(self, seq: Sequence, prompt: list[int]) -> int: ...
-
-    def repeat(self, seq: Sequence) -> Generator[int, None, None]: ...
 
     def select(self, seq: Sequence) -> None: ...
 
