@@ -70,7 +70,8 @@ runtime.engine.graph.capture runtime.engine.graph.compiling runtime.engine.graph
 runtime.engine.graph.opening
 runtime.engine.graph.pages runtime.engine.graph.rowgraph
 runtime.engine.graph.stepgraph runtime.engine.graph.tokenexperts runtime.engine.graph.tokengraph
-runtime.engine.guard runtime.engine.replaying runtime.engine.sampler runtime.engine.scheduler
+runtime.engine.guard runtime.engine.replaying runtime.engine.repetition runtime.engine.requestend
+runtime.engine.sampler runtime.engine.scheduler
 runtime.engine.steplist
 runtime.engine.spec.draftmodel runtime.engine.spec.drawing runtime.engine.spec.predicting
 runtime.evaluate.givenanswers runtime.evaluate.attentionmass runtime.evaluate.quality runtime.evaluate.recompute
